@@ -1,0 +1,516 @@
+"""Train a tool-using agent on tau2-bench with GRPO: act, judge, compare, learn, report. One process, one file of loop.
+
+    python train.py --env retail              # one GPU: a real checkpoint; a laptop: the small policy that ships
+    python train.py --resume runs/NAME        # carry on after a kill, a crash or Ctrl-C
+    python train.py --eval-only               # measure only
+
+Kept of GRPO (DeepSeekMath, arXiv:2402.03300): groups of siblings as the baseline, clipped ratios, optional KL.
+Dropped: the critic, the reward model (tau2's verifiable reward takes its place), process supervision.
+
+Dimensions: P tasks a step, G group size, B = P * G episodes, T tokens of a row.
+"""
+import dataclasses
+import gc
+import json
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from tqdm import tqdm
+
+from attention import pack_layout
+from chat import load_chat
+from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, tau2_version
+from grpo import group_advantages, update_policy
+from model import latest_checkpoint, load_checkpoint, load_policy, save_checkpoint, save_policy
+from report import append_row, bootstrap_ci, pass_hat_k, plot_run, read_rows
+from rollout import collect, generate_turns, to_batch
+from tiny.tasks_retail import make_tasks
+from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser
+
+ALLOWED = {
+    "env": ("retail", "airline", "telecom", "mock"),
+    "split": ("train", "test", "base", "train_clean", "test_clean"),
+    "tasks": ("auto", "tau2", "synthetic"),
+    "user": ("scripted", "policy", "llm", "replay"),
+    "loss": ("grpo", "dr_grpo", "dapo", "gspo", "cispo"),
+    "dtype": (None, "float32", "bfloat16"),
+    "attn": ("sinkflex", "eager", "sdpa"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run depends on. "(by policy)": None here, filled by `resolve` from PRESETS."""
+
+    env: str = "retail"  # tau2 domain: retail, airline, telecom or mock
+    split: str = "train"  # train, test, base, train_clean or test_clean (clean: no tasks that pay for doing nothing)
+    tasks: str = "auto"  # tau2: tau2's own; synthetic: generated retail tasks; auto: synthetic for the small policy
+    model: str = "auto"  # hub name or folder; auto: what fits the machine, else the small policy in tiny/policy
+    user: str = "scripted"  # who plays the customer: scripted, policy (the policy's own frozen base), llm or replay
+    user_model: str | None = None  # model name for --user llm (any OpenAI-compatible endpoint)
+    user_base_url: str | None = None  # address of that endpoint; the key is read from OPENAI_API_KEY
+    user_record: str | None = None  # write every user turn to this file, to be played back later
+    user_replay: str | None = None  # the record that --user replay plays back
+    steps: int | None = None  # training steps in total, resumed ones included (by policy)
+    tasks_per_step: int | None = None  # P: tasks sampled each step (by policy)
+    group_size: int | None = None  # G: episodes of each task, at least 2; their mean is the baseline (by policy)
+    max_context: int | None = None  # tokens at which an episode ends as truncated (by policy)
+    max_turns: int | None = None  # policy turns at which an episode ends as truncated (by policy)
+    max_new_tokens: int | None = None  # most tokens the policy samples in one turn (by policy)
+    temperature: float = 1.0  # of sampling and of the log-probs alike; there is no top-k and no top-p
+    seed: int = 0  # of tasks and sampling
+    lr: float | None = None  # AdamW learning rate (by policy)
+    loss: str = "grpo"  # grpo, dr_grpo, dapo, gspo or cispo; see grpo.py
+    kl_coef: float = 0.0  # beta: weight of the k3 KL to the reference (the base without its LoRA adapter)
+    ref_copy: bool = False  # keep a frozen copy of full weights as reference and for --user policy
+    lora_rank: int | None = None  # LoRA rank on the attention projections; 0 trains all weights (by policy)
+    dtype: str | None = None  # float32 or bfloat16 (by policy)
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    attn: str = "sinkflex"  # attention path: sinkflex, or transformers' eager or sdpa to compare with
+    run_dir: str | None = None  # folder of this run; runs/ENV-DATE-TIME unless given
+    resume: str | None = None  # run folder to carry on; its config.json is the default for all that you do not type
+    checkpoint_every: int | None = None  # steps between checkpoints; the last two are kept (by policy)
+    eval_every: int | None = None  # steps between evaluations, first and last always; 0: none (by policy)
+    eval_only: bool = False  # evaluate and stop
+    eval_tasks: int | None = None  # held-out tasks in an evaluation, or all there are (by policy)
+    eval_trials: int | None = None  # sampled episodes of each; pass^k for every k up to this (by policy)
+
+    def __post_init__(self):
+        for name, allowed in ALLOWED.items():
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(a for a in allowed if a)
+                raise ValueError(f"--{name} {getattr(self, name)!r} is unknown; allowed: {choices}")
+        if self.group_size is not None and self.group_size < 2:
+            raise ValueError(f"--group-size {self.group_size}: at least 2, since siblings are the baseline")
+        for name in ("tasks_per_step", "max_context", "max_turns", "max_new_tokens", "checkpoint_every",
+                     "eval_tasks", "eval_trials"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        for name in ("steps", "lr", "kl_coef", "lora_rank", "eval_every"):
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: not below 0")
+        if not self.temperature > 0:
+            raise ValueError(f"--temperature {self.temperature}: above 0 (evaluation is greedy as well by itself)")
+        if self.tasks == "synthetic" and self.env != "retail":
+            raise ValueError(f"--tasks synthetic is retail only, not --env {self.env}")
+        if self.user == "llm" and not self.user_model:
+            raise ValueError("--user llm needs --user-model NAME (and usually --user-base-url URL)")
+        if self.user == "replay" and not self.user_replay:
+            raise ValueError("--user replay needs --user-replay FILE")
+
+    @property
+    def eval_split(self) -> str:
+        """The held-out partner of the training split; any other split is evaluated as it is."""
+        return {"train": "test", "train_clean": "test_clean"}.get(self.split, self.split)
+
+
+# What depends on the policy: "tiny" is a small model with all weights trained on a CPU, "lora" a real checkpoint.
+PRESETS = {
+    "tiny": dict(steps=40, tasks_per_step=16, group_size=8, max_context=1536, max_turns=24, max_new_tokens=96, lr=3e-4,
+                 lora_rank=0, dtype="float32", checkpoint_every=5, eval_every=10, eval_tasks=200, eval_trials=1),
+    "lora": dict(steps=100, tasks_per_step=8, group_size=8, max_context=16384, max_turns=60, max_new_tokens=1024,
+                 lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
+                 eval_trials=4),
+}
+FIXED_ON_RESUME = ("env", "split", "tasks", "model", "lora_rank", "dtype", "attn", "seed", "group_size", "tasks_per_step",
+                   "user", "loss", "temperature")
+FAULT_STEPS = 3  # so many bad steps in a row stop the run
+
+
+class BadInput(ValueError):
+    """The command line, a file or an installation is at fault, not the code: one line, exit code 2."""
+
+
+class RunStopped(RuntimeError):
+    """The run cannot go on by itself (faults, non-finite updates, full disk): one line, exit code 1."""
+
+
+def resolve(cfg: Config, preset: str, synthetic_ok: bool) -> Config:
+    """Fill the fields that depend on the policy, once, from PRESETS; what the user gave stays."""
+    filled = {k: v for k, v in PRESETS[preset].items() if getattr(cfg, k) is None}
+    if cfg.tasks == "auto":
+        filled["tasks"] = "synthetic" if synthetic_ok else "tau2"
+    return dataclasses.replace(cfg, **filled)
+
+
+def parse_args(argv: list[str]) -> Config:
+    """tyro's command line; with --resume RUN the run's config.json is the default, so only what is typed overrides."""
+    default = Config()
+    for i, word in enumerate(argv):
+        if word == "--resume" or word.startswith("--resume="):
+            run = word.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
+            default = read_config(Path(run))
+    return tyro.cli(Config, default=default, args=argv, description=__doc__)
+
+
+def read_config(run_dir: Path) -> Config:
+    path = run_dir / "config.json"
+    if not path.is_file():
+        raise BadInput(f"--resume {run_dir}: no config.json there; give the folder of a run, such as runs/NAME")
+    known = {f.name for f in dataclasses.fields(Config)}
+    saved = json.loads(path.read_text())
+    return Config(**{k: v for k, v in saved.items() if k in known})
+
+
+def load_tasks(cfg: Config) -> tuple[list, list]:
+    """(training tasks, held-out tasks), both tau2 Task objects."""
+    if cfg.tasks == "synthetic":
+        return (make_tasks(n=1000, seed=cfg.seed, split="train"), make_tasks(n=cfg.eval_tasks, seed=0, split="val"))
+    held_out = domain_tasks(cfg.env, cfg.eval_split)
+    order = random.Random(0).sample(range(len(held_out)), len(held_out))[: cfg.eval_tasks]
+    return domain_tasks(cfg.env, cfg.split), [held_out[i] for i in sorted(order)]
+
+
+def pick_tasks(task_ids: list[str], seed: int, step: int, count: int) -> list[str]:
+    """The tasks of a step: epochs in shuffled order. A function of (seed, step), so a resumed run goes on alike."""
+    count = min(count, len(task_ids))
+    per_epoch = len(task_ids) // count
+    epoch, place = divmod(step, per_epoch)
+    order = random.Random(f"tasks/{seed}/{epoch}").sample(task_ids, len(task_ids))
+    return order[place * count:(place + 1) * count]
+
+
+def make_user(cfg: Config, policy, chat, reference):
+    """The simulated customer of DESIGN.md's four; every reported number carries its name."""
+    if cfg.user == "llm":
+        user = LLMUser(cfg.user_model, base_url=cfg.user_base_url)
+    elif cfg.user == "replay":
+        user = ReplayUser(cfg.user_replay)
+    elif cfg.user == "policy":
+        if cfg.lora_rank == 0 and reference is None:
+            raise ValueError("--user policy with full weights needs --ref-copy (a frozen copy plays the customer)")
+        user = PolicyUser(reference or policy.model, chat, generate_turns, seed=cfg.seed)
+    else:
+        user = ScriptedUser(seed=cfg.seed)
+    return ReplayUser(cfg.user_record, record=user) if cfg.user_record else user
+
+
+def save_episodes(path: Path, episodes: list, tokenizer) -> None:
+    """One JSON object a line: the Episode, and its text in runs of sampled (1) or given (0) tokens."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    with open(aside, "w") as file:
+        for episode in episodes:
+            ids, mask = episode.prompt_ids + episode.response_ids, [0] * len(episode.prompt_ids) + episode.response_mask
+            cuts = [0] + [t for t in range(1, len(ids)) if mask[t] != mask[t - 1]] + [len(ids)]
+            tokens = [[tokenizer.decode(ids[a:b]), mask[a]] for a, b in zip(cuts, cuts[1:]) if a < b]
+            file.write(json.dumps(dataclasses.asdict(episode) | {"tokens": tokens}, default=str) + "\n")
+    aside.replace(path)
+
+
+def is_valid(episode) -> bool:
+    """False where the world failed, not the policy."""
+    return episode.outcome not in ("user_error", "env_error")
+
+
+def count_outcomes(episodes: list) -> dict[str, int]:
+    return {name: sum(e.outcome == name for e in episodes) for name in sorted({e.outcome for e in episodes})}
+
+
+def roll(batch_limit: list[int], **kwargs) -> tuple[list, dict]:
+    """`collect`, with the batch halved when memory runs out; the episodes do not depend on the batch size."""
+    while True:
+        try:
+            return collect(max_batch=batch_limit[0], **kwargs)
+        except (torch.OutOfMemoryError, MemoryError):
+            if batch_limit[0] == 1:
+                raise
+        gc.collect()  # outside the except clause, where the traceback no longer holds the tensors
+        batch_limit[0] //= 2
+        print(f"rollout ran out of memory; now at most {batch_limit[0]} episodes at a time", flush=True)
+
+
+def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
+    """Held-out tasks, sampled `eval_trials` times and greedily once. Same noise at every call, so calls can be paired."""
+    world["policy"].model.eval()
+    common = dict(model=world["policy"].model, chat=world["chat"], make_env=world["make_eval_env"], user=world["user"],
+                  task_ids=world["eval_ids"], seed=cfg.seed, step=-1, max_context=cfg.max_context,
+                  max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens)
+    sampled, _ = roll(world["batch_limit"], group_size=cfg.eval_trials, temperature=cfg.temperature,
+                      progress=f"evaluate {step}, sampled", **common)
+    greedy, _ = roll(world["batch_limit"], group_size=1, temperature=0.0, progress=f"evaluate {step}, greedy", **common)
+    for kind, episodes in (("sampled", sampled), ("greedy", greedy)):
+        save_episodes(run_dir / "episodes" / f"eval_{step:06d}_{kind}.jsonl", episodes, world["policy"].tokenizer)
+    per_task = {}  # task -> rewards of its valid episodes
+    for episode in filter(is_valid, sampled):
+        per_task.setdefault(episode.task_id, []).append(episode.reward)
+    means = [sum(r) / len(r) for r in per_task.values()]
+    full = [r for r in per_task.values() if len(r) == cfg.eval_trials]  # pass^k needs every trial
+    valid_greedy = [e.reward for e in greedy if is_valid(e)]
+    return {
+        "step": step, "eval_mean_at_1": mean_or_none(means), "eval_ci95": bootstrap_ci(means) if means else None,
+        "eval_greedy": mean_or_none(valid_greedy),
+        "eval_pass_hat_k": {str(k): mean_or_none([pass_hat_k(sum(x >= 1 for x in r), len(r), k) for r in full])
+                            for k in range(1, cfg.eval_trials + 1)},
+        "eval_do_nothing": mean_or_none([world["do_nothing"](t) for t in world["eval_ids"]]),
+        "eval_tasks": len(world["eval_ids"]), "eval_outcome_counts": count_outcomes(sampled),
+        "eval_faults": sum(not is_valid(e) for e in sampled + greedy),
+        "eval_mean_faults_as_zero": mean_or_none([e.reward if is_valid(e) else 0.0 for e in sampled]),
+        "user": world["user"].name, "tau2_version": tau2_version(), "policy": world["policy"].name,
+        "split": "synthetic val" if cfg.tasks == "synthetic" else f"{cfg.env} {cfg.eval_split}",
+    }
+
+
+def mean_or_none(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def memory_gib(device: torch.device) -> dict:
+    """Peak memory since the last reset. VRAM is null on a CPU, where the process' peak resident memory stands in."""
+    scale = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is bytes on macOS, KiB on Linux
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+    if device.type != "cuda":
+        return {"vram": None, "rss": round(rss, 3)}
+    peak = torch.cuda.max_memory_allocated(device) / 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"vram": round(peak, 3), "rss": round(rss, 3)}
+
+
+@contextmanager
+def interrupt_later():
+    """Hold Ctrl-C back while weights, rows and checkpoint change together; it is raised when they agree again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt
+
+
+def learn(cfg: Config, world: dict, episodes: list) -> dict:
+    """Compare and learn: advantages against siblings, then one GRPO update; memory that runs out halves the budget."""
+    shape = (-1, cfg.group_size)
+    rewards = torch.tensor([e.reward for e in episodes]).view(shape)  # (P, G)
+    valid = torch.tensor([is_valid(e) for e in episodes]).view(shape)  # (P, G)
+    advantages = group_advantages(rewards, valid, divide_by_std=cfg.loss != "dr_grpo")  # (P, G)
+    batch = to_batch(episodes, world["chat"].pad_id)
+    while True:
+        try:
+            return update_policy(
+                world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
+                make_layout=pack_layout if cfg.attn == "sinkflex" else None, loss=cfg.loss, kl_coef=cfg.kl_coef,
+                ref_model=world["reference"] if cfg.kl_coef else None, temperature=cfg.temperature,
+                max_tokens_per_micro_batch=world["token_budget"][0],
+                max_response_tokens=cfg.max_context, progress="update")
+        except (torch.OutOfMemoryError, MemoryError):
+            if world["token_budget"][0] <= cfg.max_context:
+                raise
+        gc.collect()
+        world["token_budget"][0] //= 2
+        print(f"update ran out of memory; micro-batches now hold {world['token_budget'][0]} tokens", flush=True)
+
+
+def build_world(cfg: Config) -> tuple[Config, dict]:
+    """Load what the loop needs; anything wrong with the input is found here, before the first token."""
+    tau2_version()  # says at once when tau2 is missing or the wrong package
+    policy = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank, attn=cfg.attn)
+    cfg = resolve(cfg, policy.preset, synthetic_ok=policy.preset == "tiny" and cfg.env == "retail")
+    print(f"policy: {policy.name} ({policy.reason})")
+    if policy.preset == "tiny":
+        print("the small policy's prompt holds neither tau2's policy text nor tool schemas; it knows them by training")
+        if cfg.tasks != "synthetic":
+            print(f"note: the small policy was trained on synthetic retail only; {cfg.env} tasks of tau2 are beyond it")
+    train_tasks, eval_tasks = load_tasks(cfg)
+    reference = None
+    if cfg.ref_copy:
+        reference = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=0, attn=cfg.attn).model
+        reference.requires_grad_(False)
+    chat = load_chat(policy.tokenizer)
+    scores = {}  # task id -> reward for doing nothing, computed when first asked for
+    by_id = {t.id: t for t in train_tasks + eval_tasks}
+
+    def do_nothing(task_id: str) -> float:
+        if task_id not in scores:
+            scores[task_id] = do_nothing_reward(by_id[task_id], domain=cfg.env)
+        return scores[task_id]
+
+    trainable = [p for p in policy.model.parameters() if p.requires_grad]
+    return cfg, dict(
+        policy=policy, chat=chat, reference=reference, user=make_user(cfg, policy, chat, reference),
+        optimizer=torch.optim.AdamW(trainable, lr=cfg.lr, weight_decay=0.0),
+        make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
+        make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
+        train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
+        batch_limit=[256], token_budget=[4 * cfg.max_context])
+
+
+def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
+    """The run folder, the first step to do, and the state of the checkpoint that it goes on from."""
+    if not cfg.resume:
+        run_dir = Path(cfg.run_dir or f"runs/{cfg.env}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if (run_dir / "metrics.jsonl").exists():
+            raise BadInput(f"--run-dir {run_dir} holds a run already; use --resume {run_dir} or another folder")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_config(cfg, run_dir)
+        return run_dir, 0, {}
+    run_dir = Path(cfg.resume)
+    checkpoint = latest_checkpoint(run_dir)
+    before = read_config(run_dir)
+    for name in (f.name for f in dataclasses.fields(cfg) if f.name not in ("resume", "run_dir")):
+        old, new = getattr(before, name), getattr(cfg, name)
+        if old != new and name in FIXED_ON_RESUME:
+            raise BadInput(f"--resume {run_dir}: --{name.replace('_', '-')} was {old!r}, now {new!r}; "
+                           "that would be another run, so start a new one")
+        if old != new:
+            print(f"resume: --{name.replace('_', '-')} changes from {old!r} to {new!r}")
+    state = load_checkpoint(checkpoint, world["policy"].model, world["optimizer"])
+    torch.set_rng_state(state["torch_rng"])
+    for group in world["optimizer"].param_groups:
+        group["lr"] = cfg.lr  # the typed value wins over the stored one
+    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if r["step"] <= state["step"]]
+    if state["row"] and not any(r["step"] == state["step"] and "reward_mean" in r for r in rows):
+        rows.append(state["row"])  # killed between checkpoint and row
+    aside = run_dir / "metrics.jsonl.tmp"
+    aside.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    aside.replace(run_dir / "metrics.jsonl")
+    write_config(cfg, run_dir)
+    print(f"resume: {checkpoint.name}, going on from step {state['step']}")
+    return run_dir, state["step"], state
+
+
+def write_config(cfg: Config, run_dir: Path) -> None:
+    aside = run_dir / "config.json.tmp"
+    aside.write_text(json.dumps(dataclasses.asdict(cfg) | {"resume": None, "run_dir": str(run_dir)}, indent=1))
+    aside.replace(run_dir / "config.json")
+
+
+def train(cfg: Config) -> Path:
+    """Run (or resume) one training run.
+
+    Returns: the run folder, with config.json, metrics.jsonl, episodes/, plots.png, ckpt_*/ and policy/.
+    Raises: BadInput for what the user gave; RunStopped when faults, non-finite updates or a full disk end the run.
+    """
+    try:
+        cfg, world = build_world(cfg)
+        run_dir, first_step, state = open_run(cfg, world)
+    except (ValueError, OSError, ImportError) as fault:
+        raise BadInput(str(fault).strip().splitlines()[0]) from fault
+    policy, metrics_file = world["policy"], run_dir / "metrics.jsonl"
+    streak = state.get("streak", {"faults": 0, "skipped": 0})
+
+    def checkpoint(step: int, row: dict | None) -> None:
+        try:
+            save_checkpoint(run_dir / f"ckpt_{step:06d}", policy.model, world["optimizer"],
+                            dict(step=step, row=row, streak=streak, torch_rng=torch.get_rng_state(),
+                                 tasks=pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)))
+        except OSError as fault:
+            raise RunStopped(f"checkpoint of step {step} could not be written ({fault}); earlier ones are intact")
+
+    def measure(step: int) -> None:
+        if any(r["step"] == step and "eval_mean_at_1" in r for r in read_rows(metrics_file)):
+            return  # resumed right after an evaluation
+        row = evaluate(cfg, world, step, run_dir)
+        append_row(metrics_file, row)
+        low, high = row["eval_ci95"] or (float("nan"),) * 2
+        print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] greedy {row['eval_greedy']} "
+              f"doing nothing {row['eval_do_nothing']} ({row['eval_tasks']} tasks, {row['split']}, user {row['user']})")
+        plot_run(run_dir)
+
+    step, row = first_step, state.get("row")
+    try:
+        if cfg.eval_only or (cfg.eval_every and first_step == 0):
+            measure(first_step)
+        for step in range(first_step, 0 if cfg.eval_only else cfg.steps):
+            # 1. Act: G episodes on each of P tasks with the current policy.
+            started = time.perf_counter()
+            memory_gib(policy.model.device)
+            policy.model.eval()
+            task_ids = pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)
+            episodes, stats = roll(
+                world["batch_limit"], model=policy.model, chat=world["chat"], make_env=world["make_env"],
+                user=world["user"], task_ids=task_ids, group_size=cfg.group_size, seed=cfg.seed, step=step,
+                temperature=cfg.temperature, max_context=cfg.max_context, max_turns=cfg.max_turns,
+                max_new_tokens=cfg.max_new_tokens, progress=f"rollout {step + 1}/{cfg.steps}")
+            rollout_s, rollout_peak = time.perf_counter() - started, memory_gib(policy.model.device)["vram"]
+            with interrupt_later():
+                # 2. Judge: reward and outcome. An environment fault is not a reward of zero: its episode leaves the group.
+                # 3. Compare: each reward against its siblings on the same task. No critic.
+                # 4. Learn: clipped policy gradient over the tokens that the policy itself sampled.
+                policy.model.train()
+                learned = learn(cfg, world, episodes)
+                # 5. Report: one JSON line, one console line; now and then an evaluation, a plot, a checkpoint.
+                row = step_row(step + 1, episodes, stats, learned, rollout_s, time.perf_counter() - started - rollout_s)
+                row |= {"rollout_peak_gib": rollout_peak, "rss_gib": memory_gib(policy.model.device)["rss"]}
+                save_episodes(run_dir / "episodes" / f"step_{step + 1:06d}.jsonl", episodes, policy.tokenizer)
+                streak["faults"] = streak["faults"] + 1 if row["faults"] > len(episodes) / 2 else 0
+                streak["skipped"] = streak["skipped"] + 1 if row["skipped_updates"] else 0
+                stopping = max(streak.values()) >= FAULT_STEPS
+                if stopping or (step + 1) % cfg.checkpoint_every == 0 or step + 1 == cfg.steps:
+                    checkpoint(step + 1, row)
+                append_row(metrics_file, row)
+            print(console_line(row, cfg, mean_or_none([world["do_nothing"](t) for t in task_ids])), flush=True)
+            if stopping:
+                raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or a non-finite "
+                                 f"update: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
+                                 + str(next((e.fault for e in episodes if e.fault), None)))
+            if cfg.eval_every and ((step + 1) % cfg.eval_every == 0 or step + 1 == cfg.steps):
+                measure(step + 1)
+            plot_run(run_dir)
+    except KeyboardInterrupt:
+        done = row["step"] if row else first_step
+        if done > first_step:
+            checkpoint(done, row)
+        print(f"interrupted after step {done}; carry on with: python train.py --resume {run_dir}", flush=True)
+        raise
+    if not cfg.eval_only:
+        save_policy(run_dir / "policy", policy)
+    print(run_dir)
+    return run_dir
+
+
+def step_row(step: int, episodes: list, stats: dict, learned: dict, rollout_s: float, update_s: float) -> dict:
+    """The line of metrics.jsonl for one step; report.METRICS says what each name means."""
+    rewards = torch.tensor([e.reward for e in episodes if is_valid(e)])
+    return {
+        "step": step, "reward_mean": rewards.mean().item() if len(rewards) else None,
+        "reward_std": rewards.std(correction=0).item() if len(rewards) else None,
+        "outcome_counts": count_outcomes(episodes), "faults": sum(not is_valid(e) for e in episodes), **learned,
+        "response_tokens": sum(sum(e.response_mask) for e in episodes),
+        "rollout_tokens_per_s": round(sum(sum(e.response_mask) for e in episodes) / rollout_s, 1),
+        "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3), "tokens_forwarded": stats["tokens_forwarded"]}
+
+
+def console_line(row: dict, cfg: Config, do_nothing: float) -> str:
+    """One line a step, in plain words."""
+    counts = " ".join(f"{k} {v}" for k, v in row["outcome_counts"].items())
+    line = f"step {row['step']}/{cfg.steps} reward {row['reward_mean']} (doing nothing {do_nothing:.3f}) {counts}"
+    if row["loss"] is None and not row["skipped_updates"]:
+        return line + " | all groups equal, nothing learned this step"
+    if row["skipped_updates"]:
+        return line + " | loss or gradient not finite, update skipped"
+    return line + (f" | loss {row['loss']:.4f} grad {row['grad_norm']:.3f} entropy {row['entropy']:.3f} "
+                   f"equal groups {row['zero_variance_groups']} gap {row['logp_gap_max']:.1e} "
+                   f"| rollout {row['rollout_s']:.1f}s update {row['update_s']:.1f}s")
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 done; 1 the run stopped itself; 2 bad input, in one line; 130 Ctrl-C."""
+    try:
+        train(parse_args(argv))
+    except BadInput as fault:
+        print(f"train.py: {fault}", file=sys.stderr)
+        return 2
+    except RunStopped as fault:
+        print(f"train.py: run stopped: {fault}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    sys.exit(main(sys.argv[1:]))
