@@ -357,6 +357,8 @@ def scripted_text(script: ScenarioScript, heard: list[str], said: list[str], pic
             else script.wishes[0]
     if re.search(BUSY_WORDS, low) and not re.search(MORE_WORDS, low):
         return pick("Okay.", "Okay, thank you.")
+    if re.search(DENIAL_WORDS, low) and not re.search(MORE_WORDS, low) and not untold and "no other way" not in told:
+        return "Is there really no other way?"
     if re.search(MORE_WORDS, low) or re.search(DONE_WORDS, low) or re.search(DENIAL_WORDS, low):
         return next_wish(script, low, told, untold, pick)
     return on_small_talk(heard, said, pick)
@@ -433,7 +435,8 @@ def objection(script: ScenarioScript, low: str, told: str) -> str | None:
             return "No. " + reason_clause(next(t for t in list(script.wishes) + list(script.notes) + [
                 r.text for r in script.rules] if wanted in t.lower()))
     kinds = [k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, low)]
-    mine = [k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, everything)]
+    asked = " ".join(r.text for r in script.rules if "pay" in r.trigger).lower() or everything
+    mine = [k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, asked)]
     if len(kinds) == 1 and len(mine) == 1 and kinds != mine and not re.search(r"original|other", everything):
         return "No. " + next(t for t in [r.text for r in script.rules] + list(script.notes) + list(script.wishes)
                              if re.search(PAYMENT_SYNONYMS[mine[0]], t, re.I))
@@ -492,5 +495,5 @@ def wording_of(script: ScenarioScript, topic: str, told: str) -> str:
 
 def reason_clause(sentence: str) -> str:
     """The reason alone: "I want to cancel it because I no longer need it." -> "Because I no longer need it." """
-    m = re.search(r"\b(because|since|due to)\b.*", sentence)
+    m = re.search(r"\b(because|since|due to|as it)\b.*", sentence)
     return m.group(0)[:1].upper() + m.group(0)[1:] if m else sentence
