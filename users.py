@@ -435,7 +435,7 @@ def objection(script: ScenarioScript, low: str, told: str) -> str | None:
             return "No. " + reason_clause(next(t for t in list(script.wishes) + list(script.notes) + [
                 r.text for r in script.rules] if wanted in t.lower()))
     kinds = [k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, low)]
-    asked = " ".join(r.text for r in script.rules if "pay" in r.trigger).lower() or everything
+    asked = " ".join(r.text for r in script.rules if re.search(USER_TOPICS["payment"][1], r.text, re.I)).lower() or everything
     mine = [k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, asked)]
     if len(kinds) == 1 and len(mine) == 1 and kinds != mine and not re.search(r"original|other", everything):
         return "No. " + next(t for t in [r.text for r in script.rules] + list(script.notes) + list(script.wishes)
