@@ -1,0 +1,339 @@
+"""Makes the small policy that ships, from nothing: tokenizer, demonstrations, and a short supervised warm start.
+
+An oracle agent, which knows the gold calls, talks to ScriptedUser in Tau2Env over synthetic tasks; the policy learns
+the oracle's turns in exactly the token sequences that a rollout will show it. Stopped early on purpose, so that
+GRPO has something to teach.
+
+    OMP_NUM_THREADS=1 python -m tiny.warm_start --out tiny/policy --minutes 50
+
+Shape key: B sequences, T tokens.
+"""
+import argparse
+import json
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from attention import pack_layout, use_sink_attention
+from chat import load_chat
+from model import small_config
+from tiny.tasks_retail import make_tasks, retail_data
+
+# What the policy reads and writes. A message is one tagged block, so that a suffix renders like the whole. Policy text
+# and tool schemas are left out. Tool results are JSON in tau2; here each becomes one line: of an order without address,
+# options and empty fields, of a product the options before the id; a successful write is just "ok". It is a pure
+# function of the message.
+TINY_TEMPLATE = """
+{%- macro flat(text) -%}
+{{- text | replace('"', '') | replace('{', '') | replace('}', '') | replace('[', '') | replace(']', '')
+         | replace(':', '') -}}
+{%- endmacro -%}
+{%- macro order_line(c) -%}
+{%- set tail = c.split('], "status": "')[1] -%}
+{{- c.split('"')[3] }} {{ c.split('"')[7] }} {{ tail.split('"')[0] -}}
+{%- for piece in c.split('"items": [')[1].split('], "status"')[0].split('{"name": "')[1:] -%}
+; {{ piece.split('"')[0] }} item {{ piece.split('"item_id": "')[1].split('"')[0] -}}
+{{- ' ' }}price {{ piece.split('"price": ')[1].split(',')[0] -}}
+{{- ' ' }}product {{ piece.split('"product_id": "')[1].split('"')[0] -}}
+{%- endfor -%}
+{%- for piece in tail.split('"tracking_id": [')[1:] -%}
+; tracking {{ flat(piece.split(']')[0]) -}}
+{%- endfor -%}
+{%- for piece in tail.split('"transaction_type": "')[1:] -%}
+; {{ piece.split('"')[0] }} {{ piece.split('"amount": ')[1].split(',')[0] -}}
+{{- ' ' }}{{ piece.split('"payment_method_id": "')[1].split('"')[0] -}}
+{%- endfor -%}
+{%- endmacro -%}
+{%- macro user_line(c) -%}
+{{- c.split('"')[3] -}}
+{%- for piece in c.split('"payment_methods": {')[1].split('"orders": [')[0].split('"id": "')[1:] -%}
+; {{ piece.split('"')[0] -}}
+{%- if '"balance": ' in piece %} balance {{ piece.split('"balance": ')[1].split('}')[0] }}{% endif -%}
+{%- endfor -%}
+; orders {{ flat(c.split('"orders": [')[1]) -}}
+{%- endmacro -%}
+{%- macro product_line(c) -%}
+{{- c.split('"')[3] }} {{ c.split('"')[7] -}}
+{%- for piece in c.split('"item_id": "')[1:] -%}
+; {{ flat(piece.split('"options": {')[1].split('}')[0]) }} item {{ piece.split('"')[0] -}}
+{%- if '"available": false' in piece %} out{% endif -%}
+{%- endfor -%}
+{%- endmacro -%}
+{%- macro tool_line(m) -%}
+{%- set c = m.content or '' -%}
+{%- if c[:1] != '{' -%}{{ c }}
+{%- elif m.name and m.name.split('_')[0] in ['cancel', 'modify', 'return', 'exchange'] -%}ok
+{%- elif c[:13] == '{"order_id": ' and '"items": [' in c and '], "status": "' in c -%}{{ order_line(c) }}
+{%- elif c[:12] == '{"user_id": ' and '"payment_methods": {' in c and '"orders": [' in c -%}{{ user_line(c) }}
+{%- elif '"variants": {' in c -%}{{ product_line(c) }}
+{%- else -%}{{ flat(c) }}
+{%- endif -%}
+{%- endmacro -%}
+{%- macro call(t) -%}
+{%- set f = t.function or t -%}
+{{- '{"name": "' ~ f.name ~ '", "arguments": ' ~ (f.arguments if f.arguments is string else f.arguments | tojson) ~ '}' -}}
+{%- endmacro -%}
+{%- for m in messages -%}
+{%- if loop.first -%}<|tiny|>{%- endif -%}
+{%- if m.role == 'user' -%}<|user|>{{ m.content or '' }}<|end|>
+{%- elif m.role == 'tool' -%}<|tool|>{{ tool_line(m) }}<|end|>
+{%- elif m.role == 'assistant' -%}<|assistant|>
+{%- if m.tool_calls -%}{%- for t in m.tool_calls -%}{{ call(t) }}{%- endfor -%}{%- else -%}{{ m.content or '' }}{%- endif -%}
+<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+"""
+SPECIAL_TOKENS = ("<|pad|>", "<|tiny|>", "<|end|>", "<|user|>", "<|tool|>", "<|assistant|>")
+# The fixed parts of a call are one token each: which call to make is one decision, the rest is copying.
+CALL_PIECES = [f'{{"name": "{name}", "arguments": {{"{first}": "' for name, first in (
+    ("find_user_id_by_email", "email"), ("find_user_id_by_name_zip", "first_name"), ("get_user_details", "user_id"),
+    ("get_order_details", "order_id"), ("get_product_details", "product_id"), ("cancel_pending_order", "order_id"),
+    ("return_delivered_order_items", "order_id"), ("exchange_delivered_order_items", "order_id"),
+    ("modify_pending_order_items", "order_id"), ("modify_pending_order_address", "order_id"),
+    ("modify_pending_order_payment", "order_id"), ("modify_user_address", "user_id"))] + [
+    '"}}', '", "last_name": "', '", "zip": "', '", "reason": "', '", "item_ids": ["', '"], "new_item_ids": ["',
+    '"], "payment_method_id": "', '", "payment_method_id": "', '", "address1": "', '", "address2": "', '", "city": "',
+    '", "state": "', '", "country": "USA", "zip": "', "#W",
+    "credit_card_", "gift_card_", "paypal_", "@example.com"]
+ID_HEADS = ["credit_card_", "gift_card_", "paypal_", "@example.com"]
+ASK_IDENTITY = "What is your email, or your name and zip code?"
+ANYTHING_ELSE = "Is there anything else?"
+GREETING = "Hi! How can I help you today?"
+VOCABULARY = 1408
+MUON_LR, ADAM_LR = 0.005, 1.5e-3
+
+
+def whole_words() -> list[str]:
+    """Names, places and products of the retail database: one token each, with or without a space before them.
+
+    A word that is glued to its space in the customer's sentence and stands behind a quote in a call would be two
+    different tokens, and the policy could not copy it.
+    """
+    words = {"Suite"}
+    for user in retail_data()["users"].values():
+        first, last = user["name"]["first_name"], user["name"]["last_name"]
+        words |= {first, last, first.lower(), user["address"]["city"], user["address"]["state"]}
+        words.add(user["address"]["address1"].split(" ", 1)[1])
+    return sorted(words | {product["name"] for product in retail_data()["products"].values()})
+
+
+def corpus_lines(tasks) -> list[str]:
+    """Text to train the tokenizer on: scenarios, the oracle's phrases, tool results as the template shows them."""
+    import jinja2
+    shown = jinja2.Environment().from_string(TINY_TEMPLATE)
+    lines = [GREETING, ASK_IDENTITY, ANYTHING_ELSE] * 50 + [f"{a}{b} {a}" for a in range(10) for b in range(10)] * 20
+    for task in tasks:
+        said = task.user_scenario.instructions
+        wishes = json.loads(task.description.notes)
+        lines += [said.reason_for_call.replace("You", "I"), (said.known_info or "").replace("You are", "I am")]
+        lines += [wish["answer"] + wish["ask"] for wish in wishes] + ["Yes, please go ahead.", "No, that is all. Thank you. Thanks, bye. ###STOP###"]
+    for user in retail_data()["users"].values():
+        lines += [user["user_id"], user["email"]] * 4
+    for records in (retail_data()["orders"], retail_data()["users"], retail_data()["products"]):
+        for record in records.values():
+            message = {"role": "tool", "content": json.dumps(record), "name": "get"}
+            lines.append(shown.render(messages=[message]).replace("<|tool|>", "").replace("<|end|>", "").replace("<|tiny|>", ""))
+    return lines
+
+
+def build_tokenizer(vocabulary: int = VOCABULARY):
+    """A byte-level BPE of its own: digits in pairs so that numbers can be copied, calls and names whole.
+
+    Returns: PreTrainedTokenizerFast with the chat template; eos and stop `<|end|>`, pad `<|pad|>`.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\d{1,2}| ?\p{L}+| ?[^\s\p{L}\d]| "), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    words = whole_words()
+    lines = corpus_lines(make_tasks(3000, 7, "train"))
+    for piece in CALL_PIECES + sorted(words, key=len, reverse=True):  # they are tokens already: nothing to learn there
+        lines = [line.replace(piece, " ") for line in lines] if len(piece) > 3 and not piece.islower() else lines
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - len(words) - len(CALL_PIECES), special_tokens=list(SPECIAL_TOKENS),
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    core.train_from_iterator(lines, trainer)
+    core.add_tokens([AddedToken(piece, normalized=False) for piece in CALL_PIECES])
+    core.add_tokens([AddedToken(word, normalized=False, single_word=True) for word in words])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>",
+                                        additional_special_tokens=list(SPECIAL_TOKENS[1:]),
+                                        clean_up_tokenization_spaces=False, model_max_length=4096)
+    tokenizer.chat_template = TINY_TEMPLATE
+    return tokenizer
+
+
+# ---- the oracle and its demonstrations
+
+def call_text(name: str, arguments: dict) -> str:
+    """A call as the policy writes it."""
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def oracle_turns(task) -> list[str]:
+    """What a perfect agent says and does on a synthetic task: identity, look-ups, go-ahead, the write, the next wish."""
+    calls = [(action.name, action.arguments) for action in task.evaluation_criteria.actions]
+    turns, at = [ASK_IDENTITY, call_text(*calls[0])], 1
+    for wish in json.loads(task.description.notes):
+        mine = calls[at:at + wish["calls"]]
+        at += wish["calls"]
+        for name, arguments in mine:
+            if name.split("_")[0] in ("cancel", "modify", "return", "exchange"):
+                turns.append(wish["ask"])
+            turns.append(call_text(name, arguments))
+        turns.append(f"{wish['answer'] or 'Done.'} {ANYTHING_ELSE}")
+    return turns
+
+
+@dataclass
+class Demo:
+    """One conversation as a rollout would hold it: `ids` and, for each, 1 where the agent wrote the token."""
+    task_id: str
+    ids: list[int]
+    agent: list[int]
+
+
+def demonstrate(task, chat, env, user, seed: int = 0) -> Demo:
+    """The oracle talks to the user in the environment; tokens are put together exactly as rollout.collect does.
+
+    Raises: RuntimeError when the conversation does not end with reward 1: then task, user or oracle is wrong.
+    """
+    env.begin(task.id, seed)
+    hear_user(env, user)
+    ids = chat.prompt_ids(env.policy, env.tools, env.transcript)
+    agent = [0] * len(ids)
+    for turn in oracle_turns(task):
+        turn_ids = chat.tokenizer.encode(turn, add_special_tokens=False) + [chat.stop_ids[0]]
+        env.act(turn)
+        hear_user(env, user)
+        ids, agent = ids + turn_ids, agent + [1] * len(turn_ids)
+        if env.waiting is None:
+            break
+        suffix = chat.suffix_ids(turn_ids, env.new_messages)
+        ids, agent = ids + suffix, agent + [0] * len(suffix)
+    _, reward, terminated, _, info = env.result()
+    if not terminated or reward != 1.0:
+        raise RuntimeError(f"the oracle failed on {task.id}: reward {reward}, {json.dumps(env.transcript, indent=1)}")
+    return Demo(task.id, ids, agent)
+
+
+def hear_user(env, user) -> None:
+    while env.waiting == "user":
+        env.hear(user.reply([env.conversation])[0])
+
+
+def make_demos(n: int, seed: int, split: str, chat, levels=None) -> list[Demo]:
+    """n demonstrations over fresh tasks of a split."""
+    from env_tau2 import Tau2Env
+    from users import ScriptedUser
+    tasks = make_tasks(n, seed, split, levels)
+    env = Tau2Env("retail", tasks=tasks)
+    return [demonstrate(task, chat, env, ScriptedUser()) for task in tqdm(tasks, desc=f"demonstrations {split}")]
+
+
+# ---- batches
+
+def copy_batch(rng: random.Random, tokens: list[int], rows: int, length: int) -> list[Demo]:
+    """Random segments, repeated in random order: every token of a repeat but its first can only be predicted by copying.
+
+    Args:
+        tokens: ids to draw from (all that has to be copied later, or the tied embeddings of the others drift away).
+    """
+    batch = []
+    for _ in range(rows):
+        segments = [[rng.choice(tokens) for _ in range(rng.randint(4, 12))] for _ in range(rng.randint(3, 8))]
+        ids, agent = [], []
+        for segment in segments:
+            ids, agent = ids + segment, agent + [0] * len(segment)
+        while len(ids) < length:
+            segment = rng.choice(segments)
+            ids, agent = ids + segment, agent + [0] + [1] * (len(segment) - 1)
+        batch.append(Demo("copy", ids[:length], agent[:length]))
+    return batch
+
+
+def agent_log_probs(model, demos: list[Demo]) -> tuple:
+    """Log-probs (N,) of all agent tokens of packed conversations and whether each was the most likely one (N,) bool."""
+    ids = torch.tensor([t for demo in demos for t in demo.ids])[None]  # (1, T)
+    layout = pack_layout([(len(demo.ids), ()) for demo in demos])
+    hidden = model.model(input_ids=ids, position_ids=layout.position_ids, sink_mask=layout,
+                         use_cache=False).last_hidden_state[0]  # (T, C)
+    agent = torch.tensor([t for demo in demos for t in demo.agent], dtype=torch.bool)
+    where = agent.nonzero()[:, 0]  # a conversation never starts with the agent, so where - 1 is in the same one
+    logits = model.lm_head(hidden[where - 1])  # (N, V)
+    target = ids[0, where]
+    log_probs = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    return log_probs, logits.argmax(-1) == target
+
+
+@torch.no_grad()
+def held_out(model, demos: list[Demo]) -> dict:
+    """How far the policy is from the oracle on unseen customers, without a rollout.
+
+    Returns: token_accuracy; greedy (share of conversations whose every agent token is the most likely one); sampled
+    (mean probability of the oracle's exact words: a lower bound of mean@1 at temperature 1, as other words may do).
+    """
+    right, greedy, sampled = [], [], []
+    for start in range(0, len(demos), 8):
+        chunk = demos[start:start + 8]
+        log_probs, hits = agent_log_probs(model, chunk)
+        for logp, hit in zip(log_probs.split([sum(d.agent) for d in chunk]), hits.split([sum(d.agent) for d in chunk])):
+            right.append(hit.float().mean().item())
+            greedy.append(hit.all().item())
+            sampled.append(logp.sum().exp().item())
+    return {"token_accuracy": sum(right) / len(demos), "greedy": sum(greedy) / len(demos),
+            "sampled": sum(sampled) / len(demos)}
+
+
+# ---- the model and its training
+
+def policy_config(tokenizer):
+    """gpt-oss, small: 8 heads of 32 for copying, a window of 8 so that "the token before" is easy to find, tied head."""
+    config = small_config(len(tokenizer), hidden_size=128, layers=4, heads=8, kv_heads=4, head_dim=32, experts=4,
+                          experts_per_token=2, expert_size=80, window=8)
+    config.tie_word_embeddings = True
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    return config
+
+
+def make_optimizers(model) -> tuple:
+    """Muon for the 2-d matrices (it made copying appear; AdamW alone did not), AdamW for experts, embedding and vectors."""
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.dim() == 2 and "embed" not in name else rest).append(parameter)
+    muon = torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
+
+
+def save_stage(folder: Path, model, tokenizer, optimizers, step: int) -> None:
+    """A policy folder like any other, plus the optimizers' tensors so that the run can go on from here."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tensors = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, entry in optimizer.state_dict()["state"].items():
+            tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
+    save_file(tensors, folder / "optimizers.safetensors")
+    (folder / "stage.json").write_text(json.dumps({"step": step}))  # written last: its presence means complete
+
+
+def load_stage(folder: Path, model, optimizers) -> int:
+    """Put weights and optimizers back; returns the number of steps done."""
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # the tied head is not in the file
+    tensors = load_file(folder / "optimizers.safetensors")
+    for i, optimizer in enumerate(optimizers):
+        state = optimizer.state_dict()
+        for name, value in tensors.items():
+            which, j, key = name.split(".", 2)
+            if int(which) == i:
+                state["state"].setdefault(int(j), {})[key] = value
+        optimizer.load_state_dict(state)
+    return json.loads((folder / "stage.json").read_text())["step"]
