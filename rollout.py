@@ -1,0 +1,428 @@
+"""Many conversations at once: the policy acts, tools and customers answer, every context token is computed once.
+
+Dimension key: P tasks, G group, B rows, T new tokens, S cached slots, V vocabulary, Hk key heads, D head dim.
+
+`generate_turns` is the one generation loop (policy and policy-played customer alike), `collect` drives P x G
+conversations through it in lockstep rounds, `to_batch` lays them out with verl's field names.
+
+Why the sampled policy is the scored policy:
+- A row's cached keys are one block of real tokens, flush right whenever it is used, and new tokens are padded on the
+  right: slot distance is token distance, so a sliding window sees what it sees in training. Every layer keeps its
+  full length: one that evicts would drop a slow row's keys while a fast row generates.
+- A LogitsProcessor draws the token (Gumbel-argmax, one random stream per episode), records its log-prob under the
+  very distribution it was drawn from, and forces it. The model's own generation_config takes no part.
+"""
+import argparse
+import hashlib
+import json
+import sys
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+
+WORLD_FAULTS = ("user_error", "env_error")  # outcomes that are nobody's merit: no reward, out of the group
+SHARE_FROM = 32  # tokens; a shorter common start of different prompts is not worth a forward of its own
+FILL = 0.8       # rows with at least this share of the longest row's new tokens go through the model together
+
+
+@dataclass
+class Episode:
+    """One conversation. `response_mask` is 1 exactly on the tokens that the policy sampled, stop tokens included."""
+    task_id: str
+    uid: str                        # the group: f"{step}/{task_id}"
+    sibling: int
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    rollout_log_probs: list[float] = field(default_factory=list)  # nats at the sampling temperature; observed: 0.0
+    reward: float = 0.0
+    outcome: str = ""
+    messages: list[dict] = field(default_factory=list)
+    turns: int = 0                  # of the policy
+    fault: str | None = None
+    reward_info: dict | None = None
+
+    @property
+    def valid(self) -> bool:
+        return self.outcome not in WORLD_FAULTS
+
+
+@dataclass(eq=False)
+class Row:
+    """One append-only token sequence. The same `key` draws the same noise in any batch, in any order."""
+    ids: list[int]
+    key: str = ""
+    room: int = sys.maxsize  # tokens; ids never grow beyond it
+    sampled: list[int] = field(default_factory=list)      # this turn
+    log_probs: list[float] = field(default_factory=list)  # of `sampled`, nats
+    done: bool = False       # the turn is over: stop token, length limit or no room
+    drawn: int = 0           # tokens sampled, all turns
+    noise: tuple[int, Tensor] | None = None
+
+    def hear(self, ids: list[int]) -> None:
+        """Append observed tokens; a new turn begins."""
+        self.ids, self.sampled, self.log_probs, self.done = self.ids + ids, [], [], False
+
+    def gumbel(self, index: int, vocab: int, device: torch.device) -> Tensor:
+        """(V,) noise for the index-th token of this row; drawn in blocks, each seeded by (key, block number)."""
+        block, offset = divmod(index, size := max(1, 65536 // vocab))
+        if self.noise is None or self.noise[0] != block:
+            generator = torch.Generator(device).manual_seed(stable_seed(self.key, block))
+            draw = torch.empty(size, vocab, device=device).exponential_(generator=generator)
+            self.noise = (block, draw.log_().neg_())
+        return self.noise[1][offset]
+
+
+def stable_seed(*parts) -> int:
+    """63-bit seed that depends only on the parts' text, so it survives a restart (Python's hash() does not)."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+class DrawAndRecord(LogitsProcessor):
+    """Draws each row's next token, notes its log-prob and forces it on the caller's argmax."""
+
+    def __init__(self, rows: list[Row], temperature: float):
+        self.rows, self.temperature, self.log_probs = rows, temperature, []  # log_probs: (B,) a step
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logits = keyed = scores / (self.temperature or 1.0)  # (B, V) fp32
+        if self.temperature > 0:
+            step = len(self.log_probs)
+            keyed = logits + torch.stack([r.gumbel(r.drawn + step, scores.shape[1], scores.device) for r in self.rows])
+        token = keyed.argmax(-1, keepdim=True)  # (B, 1)
+        self.log_probs.append(logits.gather(1, token).squeeze(1) - logits.logsumexp(-1))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
+
+
+class TurnOver(StoppingCriteria):
+    """A row's turn ends with a stop token or its budget; all pause once too few rows still write."""
+
+    def __init__(self, stop_ids: Tensor, budget: Tensor, pause_below: float):
+        self.stop_ids, self.budget, self.pause_below, self.steps = stop_ids, budget, pause_below, 0
+        self.over = torch.zeros_like(budget, dtype=torch.bool)  # (B,)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        self.steps += 1
+        self.over = self.over | torch.isin(input_ids[:, -1], self.stop_ids) | (self.budget <= self.steps)
+        return self.over | ((~self.over).sum() < self.pause_below * self.over.numel())
+
+
+class RoomyLayer(DynamicLayer):
+    """Writes new keys into room kept for them; DynamicLayer's torch.cat copies the whole cache for every token."""
+
+    def __init__(self, keys: Tensor, values: Tensor, used: int):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.rooms, self.keys, self.values = (keys, values), keys[:, :, :used], values[:, :, :used]  # (B, Hk, S, D)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        used = self.keys.shape[2]
+        end = used + key_states.shape[2]
+        for room, new in zip(self.rooms, (key_states, value_states)):
+            room[:, :, used:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+        return self.keys, self.values
+
+
+@dataclass
+class Held:
+    """Where a row's keys lie: `length` real tokens from slot `start` on, in batch entry `index`."""
+    cache: DynamicCache
+    index: int
+    start: int
+    length: int
+
+
+@dataclass
+class TurnCache:
+    """What `generate_turns` returns and takes again: each row's keys, and counts over all its calls."""
+    held: dict[int, Held] = field(default_factory=dict)  # id(row) -> its keys
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
+        ("tokens_forwarded", "slots_forwarded", "sampled_tokens", "decode_slots", "rounds"), 0))
+
+
+def gather_right(held: list[Held | None], spare: int) -> tuple[DynamicCache, list[int], int]:
+    """One cache with every row's real keys flush right and `spare` free slots; the rows' lengths; its slots S."""
+    lengths = [h.length if h else 0 for h in held]
+    cache, slots = DynamicCache(), max(lengths)  # no config: every layer full length, the mask does the windowing
+    for layer in next(h.cache for h in held if h).layers if slots else []:
+        rooms = [x.new_zeros(len(held), x.shape[1], slots + spare, x.shape[3]) for x in (layer.keys, layer.values)]
+        cache.layers.append(RoomyLayer(*rooms, used=slots))
+        for i, h in enumerate(held):
+            source = h.cache.layers[len(cache.layers) - 1] if h else layer
+            for room, x in zip(rooms, (source.keys, source.values)):
+                room[i, :, slots - lengths[i]:slots] = x[h.index, :, h.start:h.start + h.length] if h else 0
+    return cache, lengths, slots
+
+
+def forward_new(decoder, work: list[tuple[list[int], Held | None]], pad_id: int, counts: dict) -> list[Held]:
+    """Put each row's new tokens through the model behind its own past; rows of like length go together.
+
+    Worked layout (pasts of 3 and 1, new tokens of 2 and 4): `p p p|n n . .` and `. . p|n n n n`; position_ids are
+    3 4 and 1 2 3 4. The head is skipped: nothing is sampled here.
+    """
+    result, device = [h for _, h in work], next(decoder.parameters()).device
+    order = sorted((i for i in range(len(work)) if work[i][0]), key=lambda i: -len(work[i][0]))
+    while order:
+        width = len(work[order[0]][0])
+        part = [i for i in order if len(work[i][0]) >= FILL * width]
+        order = order[len(part):]
+        cache, past, slots = gather_right([work[i][1] for i in part], spare=width)
+        news = [work[i][0] for i in part]
+        ids = torch.tensor([n + [pad_id] * (width - len(n)) for n in news], device=device)  # (B, T)
+        mask = torch.tensor([[0] * (slots - p) + [1] * (p + len(n)) + [0] * (width - len(n))
+                             for n, p in zip(news, past)], device=device)  # (B, S + T)
+        positions = (mask.cumsum(-1) - 1)[:, slots:]  # (B, T)
+        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        for b, (i, p) in enumerate(zip(part, past)):
+            result[i] = Held(cache, b, slots - p, p + len(news[b]))
+        counts["tokens_forwarded"] += sum(map(len, news))
+        counts["slots_forwarded"] += ids.numel()
+    return result
+
+
+def prefill(decoder, rows: list[Row], pad_id: int, cache: TurnCache) -> list[Held | None]:
+    """Keys of every row up to its last token but one. Equal prompts go through once, and so does a common start."""
+    fresh = list(dict.fromkeys(tuple(r.ids) for r in rows if id(r) not in cache.held))
+    known = [r for r in rows if id(r) in cache.held]
+    start, common = None, 0
+    if len(fresh) > 1:
+        low, high = min(fresh), max(fresh)  # of a sorted list the first and the last differ soonest
+        common = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), sys.maxsize)
+        common = min(common, *(len(ids) - 1 for ids in fresh))
+        common = common if common >= SHARE_FROM else 0
+        start = forward_new(decoder, [(list(low[:common]), None)], pad_id, cache.counts)[0] if common else None
+    work = [(list(ids[common:-1]), start) for ids in fresh]
+    work += [(r.ids[cache.held[id(r)].length:-1], cache.held[id(r)]) for r in known]
+    held = dict(zip([*fresh, *map(id, known)], forward_new(decoder, work, pad_id, cache.counts)))
+    return [held[id(r) if id(r) in cache.held else tuple(r.ids)] for r in rows]
+
+
+@torch.no_grad()
+def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, max_new_tokens: int,
+                   temperature: float, cache: TurnCache | None = None, pause_below: float = 0.0) -> TurnCache:
+    """Sample until each row's turn is over; the rows change: `ids`, `sampled`, `log_probs`, `done`.
+
+    Args:
+        rows: none done, each with at least one token that is not in the cache and room for another.
+        max_new_tokens: of one turn. temperature: 0 is greedy (its log-probs are those of temperature 1).
+        cache: of the call before; rows that are not passed any more leave it.
+        pause_below: return early once less than this share of the rows still writes; those carry on next time.
+    """
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # a LoRA stays active in there
+    cache = TurnCache() if cache is None else cache
+    was_training, own_config, device = causal.training, causal.generation_config, next(causal.parameters()).device
+    budget = [min(max_new_tokens - len(r.sampled), r.room - len(r.ids)) for r in rows]
+    if min(budget) < 1:
+        raise ValueError(f"every row needs room for one more token, got {budget}")
+    draw = DrawAndRecord(rows, temperature)
+    over = TurnOver(torch.tensor(stop_ids, device=device), torch.tensor(budget, device=device), pause_below)
+    plain = GenerationConfig(do_sample=False, max_new_tokens=max(budget), pad_token_id=pad_id, use_cache=True)
+    causal.eval()
+    causal.generation_config = GenerationConfig()  # generate() fills unset fields from it: top-k, penalties
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*past_key_values.*")  # 5.24 renames it, 5.17 knows no other
+            held = prefill(causal.base_model, rows, pad_id, cache)
+            cache.held.clear()
+            past, lengths, slots = gather_right(held, spare=max(budget))
+            del held
+            mask = torch.tensor([[0] * (slots - n) + [1] * (n + 1) for n in lengths], device=device)  # (B, S + 1)
+            out = causal.generate(torch.tensor([r.ids[-1:] for r in rows], device=device), attention_mask=mask,
+                                  past_key_values=past, generation_config=plain,
+                                  logits_processor=LogitsProcessorList([draw]),
+                                  stopping_criteria=StoppingCriteriaList([over]))
+    finally:
+        causal.generation_config = own_config
+        causal.train(was_training)
+    for i, (row, new, logp) in enumerate(zip(rows, out[:, 1:].tolist(), torch.stack(draw.log_probs, 1).tolist())):
+        kept = next((j + 1 for j, token in enumerate(new[:budget[i]]) if token in stop_ids), min(budget[i], len(new)))
+        row.done = new[kept - 1] in stop_ids or kept == budget[i]
+        row.ids, row.sampled = row.ids + new[:kept], row.sampled + new[:kept]
+        row.log_probs, row.drawn = row.log_probs + logp[:kept], row.drawn + kept
+        cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1)
+        for name, more in (("tokens_forwarded", kept), ("sampled_tokens", kept), ("slots_forwarded", len(new)),
+                           ("decode_slots", len(new)), ("rounds", i == 0)):
+            cache.counts[name] += more
+    return cache
+
+
+@dataclass
+class Talk:
+    """One running conversation: its environment, the policy's row, and the episode that is being written."""
+    episode: Episode
+    env: object = None
+    row: Row | None = None
+
+    def guard(self, outcome: str, call, *args):
+        """The one boundary where the world's exceptions are caught: this episode becomes invalid, the rest go on."""
+        try:
+            return call(*args)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a task, a tool or a user's code raises
+            self.episode.fault = f"{type(error).__name__}: {error}"
+            self.episode.outcome = outcome
+
+    def begin(self, make_env, seed: int, step: int) -> None:
+        self.env, task = make_env(), self.episode.task_id
+        self.row = Row([], key=f"{seed}/{step}/{task}/{self.episode.sibling}")
+        self.env.begin(task, stable_seed(seed, step, task) % 2**31)
+
+    def waiting(self) -> str | None:
+        return None if self.episode.outcome else self.guard("env_error", getattr, self.env, "waiting")
+
+
+def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, temperature, max_context, max_turns,
+            max_new_tokens, max_batch=64, time_limit_s=None, progress=None) -> tuple[list[Episode], dict]:
+    """P x G conversations in lockstep rounds with the current policy.
+
+    Args:
+        chat: chat.Chat. make_env: () -> a fresh Tau2Env. user: has reply(conversations) -> turns.
+        task_ids: P tasks; the group_size siblings of each meet the same customer (same environment seed).
+        max_context, max_new_tokens: tokens; max_turns: policy turns; time_limit_s: seconds, looked at between rounds.
+            An episode that would pass a limit ends `truncated`; the others go on.
+        max_batch: conversations at once. progress: title of the bar; None shows none.
+    Returns:
+        The episodes in task-major order, and the counts of `TurnCache` with rollout_s, rollout_tokens_per_s
+        (sampled), busy_share (of decode slots) and faults (invalid episodes).
+    """
+    started, cache, live = time.perf_counter(), TurnCache(), []
+    episodes = [Episode(task, f"{step}/{task}", sibling) for task in task_ids for sibling in range(group_size)]
+    todo, bar = deque(episodes), tqdm(total=len(episodes), desc=progress, disable=progress is None, unit="ep")
+    while todo or live:
+        while todo and len(live) + min(group_size, max_batch) <= max_batch:  # a whole group: its prompt is shared
+            for _ in range(min(group_size, max_batch, len(todo))):
+                live.append(Talk(todo.popleft()))
+                live[-1].guard("env_error", live[-1].begin, make_env, seed, step)
+        hear_users(live, user)
+        late = time_limit_s is not None and time.perf_counter() - started > time_limit_s
+        for talk in live:
+            hand_over(talk, chat, seed, max_context, max_turns, late)
+        bar.update(sum(close_talk(t) for t in live if t.waiting() is None))
+        live = [t for t in live if t.waiting() is not None]
+        if live:
+            generate_turns(model, [t.row for t in live], stop_ids=chat.stop_ids, pad_id=chat.pad_id, cache=cache,
+                           max_new_tokens=max_new_tokens, temperature=temperature, pause_below=0.5)
+        for talk in live:
+            take_turn(talk, chat)
+        seconds, paid = time.perf_counter() - started, [e.reward for e in episodes if e.outcome and e.valid]
+        speed = cache.counts["sampled_tokens"] / seconds
+        bar.set_postfix_str(f"{speed:.0f} tok/s, reward {sum(paid) / max(len(paid), 1):.2f}")
+    bar.close()
+    busy = cache.counts["sampled_tokens"] / max(cache.counts["decode_slots"], 1)
+    return episodes, {**cache.counts, "rollout_s": seconds, "rollout_tokens_per_s": speed, "busy_share": busy,
+                      "faults": sum(not e.valid for e in episodes)}
+
+
+def hear_users(live: list[Talk], user) -> None:
+    """Every conversation that waits for its customer gets a turn, all in one call (again while device actions run)."""
+    while waiting := [t for t in live if t.waiting() == "user"]:
+        try:
+            turns = user.reply([t.env.conversation for t in waiting])
+        except Exception:  # asked again one by one: the fault stays with the conversation that raises it
+            turns = [t.guard("user_error", lambda t=t: user.reply([t.env.conversation])[0]) for t in waiting]
+        for talk, turn in zip(waiting, turns):
+            if not talk.episode.outcome:
+                talk.guard("env_error", talk.env.hear, turn)
+
+
+def hand_over(talk: Talk, chat, seed: int, max_context: int, max_turns: int, late: bool) -> None:
+    """Show the policy what it has to answer: the prompt at first, later what its turn is followed by. Or end here."""
+    env, episode, row = talk.env, talk.episode, talk.row
+    if talk.waiting() != "agent":
+        return
+    new = []
+    if not row.ids:
+        new = chat.prompt_ids(env.policy, env.tools, env.new_messages)
+    elif row.done:
+        new = chat.suffix_ids(row.sampled, env.new_messages)
+    limits = {"time limit": late, "turn limit": episode.turns >= max_turns,
+              "context limit": len(row.ids) + len(new) >= max_context}
+    if any(limits.values()):
+        talk.guard("env_error", env.fail, "truncated", next(k for k, passed in limits.items() if passed))
+    elif not row.ids:
+        episode.prompt_ids, row.room = new, max_context
+        row.hear(new)
+    elif row.done:
+        episode.response_ids += new
+        episode.response_mask += [0] * len(new)
+        episode.rollout_log_probs += [0.0] * len(new)
+        row.hear(new)
+
+
+def take_turn(talk: Talk, chat) -> None:
+    """A turn that is over becomes part of the episode and goes to the environment."""
+    row, episode = talk.row, talk.episode
+    if not row.done:
+        return
+    episode.turns += 1
+    episode.response_ids += row.sampled
+    episode.response_mask += [1] * len(row.sampled)
+    episode.rollout_log_probs += row.log_probs
+    if len(row.ids) >= row.room and row.ids[-1] not in chat.stop_ids:
+        talk.guard("env_error", talk.env.fail, "truncated", "context limit")
+    else:
+        talk.guard("env_error", talk.env.act, chat.parse(row.sampled))
+
+
+def close_talk(talk: Talk) -> bool:
+    """Write the end into the episode. What the world broke has no reward."""
+    episode, env = talk.episode, talk.env
+    result = None if episode.outcome else talk.guard("env_error", env.result)
+    if result:
+        info = result[4]
+        episode.outcome, episode.fault, episode.reward_info = info["outcome"], info.get("fault"), info.get("reward_info")
+        episode.reward = float(result[1]) if episode.valid else 0.0
+    episode.messages = list(getattr(env, "transcript", []))
+    if env is not None:
+        env.close()
+    return True
+
+
+def to_batch(episodes: list[Episode], pad_id: int) -> dict:
+    """verl's fields, prompt + response padded on the right: every tensor is (B, T) and aligned with input_ids.
+
+    Returns:
+        input_ids, attention_mask, position_ids, response_mask (1 = sampled) int64; rollout_log_probs float32 nats
+        (of token t given tokens < t); token_level_scores float32 (the reward, on the last sampled token);
+        prompt_length (B,) int64; uid list[str].
+    Worked row: prompt of 2, response `a b x c` with x observed: response_mask 0 0 1 1 0 1.
+    """
+    width = max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
+
+    def padded(values: list[list], pad, dtype=torch.long) -> Tensor:
+        return torch.tensor([v + [pad] * (width - len(v)) for v in values], dtype=dtype)  # (B, T)
+
+    heads = [[0] * len(e.prompt_ids) for e in episodes]
+    mask = padded([h + e.response_mask for h, e in zip(heads, episodes)], 0)
+    real = padded([[1] * len(e.prompt_ids + e.response_ids) for e in episodes], 0)
+    last = mask * (mask.cumsum(-1) == mask.sum(-1, keepdim=True))  # 1 on the last sampled token
+    return {"input_ids": padded([e.prompt_ids + e.response_ids for e in episodes], pad_id), "attention_mask": real,
+            "position_ids": (real.cumsum(-1) - 1) * real, "response_mask": mask,
+            "rollout_log_probs": padded([h + e.rollout_log_probs for h, e in zip(heads, episodes)], 0.0, torch.float32),
+            "token_level_scores": last * torch.tensor([[e.reward] for e in episodes]),
+            "uid": [e.uid for e in episodes], "prompt_length": torch.tensor([len(h) for h in heads])}
+
+
+def show_episode(where: str) -> None:
+    """Print an episode's tokens, the sampled ones in green. where: FILE or FILE:N, the N-th line from 0."""
+    path, number = where.rsplit(":", 1) if where.rsplit(":", 1)[-1].isdigit() else (where, "0")
+    with open(path, encoding="utf-8") as file:
+        record = json.loads(file.readlines()[int(number)])
+    print(f"{record['uid']} sibling {record['sibling']}: {record['outcome']}, reward {record['reward']}")
+    print("".join(f"\033[32m{text}\033[0m" if sampled else text for text, sampled in record["tokens"]))
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    parser = argparse.ArgumentParser(description="Print an episode, the policy's own tokens in green.")
+    parser.add_argument("--show", required=True, metavar="FILE[:N]", help="an episode file, and a line from 0")
+    show_episode(parser.parse_args().show)
