@@ -1,30 +1,25 @@
-"""Attention with learned sinks, exact under causal, sliding, padded, packed and shared-prefix masks, in linear memory.
+"""Attention with learned sinks, exact under every mask that training needs, in memory linear in the length.
 
-A sink is one learned logit per head that takes part in the softmax and has no value: it only takes weight away.
-Because it is the same for every query, it can be applied after a fused kernel that knows nothing of it:
+A sink is one learned logit per head that joins the softmax but has no value: it only takes weight away. It
+can be applied after a fused kernel that knows nothing of it, given the kernel's log-sum-exp:
 
     lse_s = logaddexp(lse, s)          out = o * exp(lse - lse_s)
-    backward: the stock flash backward, fed with out and lse_s      dsink = -sum(exp(s - lse_s) * (dO . out))
+    backward: the stock flash backward fed with out and lse_s;   dsink = -sum(exp(s - lse_s) * (dO . out))
 
-Attention over a union of key sets is a merge of the parts by their log-sum-exp, and a sink is one more part, with
-value 0. So one small loop serves every mask: start from the sink, merge rectangles that the kernel knows.
+Attention over a union of key sets is a merge of its parts by log-sum-exp, and the sink is one more part, of
+value 0. So one small loop serves every mask: start from the sink, merge rectangles that the kernel can do. A
+mask is a list of `SinkRun`: queries that see a block of earlier keys and, causally, their own. "Earlier" is
+meant in position: windows count positions, not slots.
 
-Every mask here is a list of `SinkRun`: queries that see a block of earlier keys (a cached past, or a shared prefix)
-and, causally, their own keys; "earlier" in position, so that a window of W counts positions and not slots.
-
-    causal          one run                        packed documents   one run each
-    cached past     one run, past = the cache      shared prefix      one run for the prefix, one per response
-    padding         a (B, S) bool key mask on top of the runs
+    causal          one run                          packed documents   one run each
+    cached past     one run, earlier keys = cache    shared prefix      one for the prefix, one per response
+    padding         a (B, S) bool key mask on top
 
 Dimension key: B rows, H / Hk query / key heads, T queries, S keys, D head dimension, W window.
-
-    sink_attention          the one entry; CPU (aten flash kernel), CUDA (FlexAttention), decode (T = 1)
-    sink_attention_ref      dense reference, the oracle of the tests
-    pack_layout             shared-prefix and packed rows, for model(..., sink_mask=layout, use_cache=False)
-    use_sink_attention      switches a transformers model over; or attn_implementation="sinkflex"
 """
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +31,14 @@ from transformers.masking_utils import bidirectional_mask_function
 
 FLASH_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-MASKED = -1e30  # logit of a hidden key: finite, so that a fully masked row gives weight 0 by arithmetic and never NaN
+MASKED = -1e30  # logit of a hidden key; finite, so that a row without keys gets 0 by arithmetic, never NaN
 NO_SINK = -1e20  # logit of an absent sink: far below any score, far above MASKED
-FLEX_BLOCK = 128  # FlexAttention's block edge; CUDA lengths are padded to a few multiples of it
+FLEX_BLOCK = 128  # FlexAttention's block edge
 
 
 @dataclass(frozen=True)
 class SinkRun:
-    """Queries [q0, q1) see keys [p0, p1), which end right before them in position, and causally [k0, k0 + q1 - q0)."""
+    """Queries [q0, q1) see keys [p0, p1), which end just before them in position, and their own from k0."""
     q0: int
     q1: int
     k0: int
@@ -52,32 +47,30 @@ class SinkRun:
     row: int | None = None  # batch row; None = every row
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: that is what the BlockMask cache wants
+@dataclass(frozen=True)
 class SinkMask:
-    """Which key each query of a batch may see, as runs; pass it as `model(..., sink_mask=layout, use_cache=False)`.
+    """Which keys each query of a batch sees; pass it as `model(..., sink_mask=layout, use_cache=False)`.
 
-    position_ids: (rows, T) int64; pass them to the model too. T must equal the length of the input.
+    position_ids: (rows, T) int64, to be passed to the model too. T equals the length of the input.
     """
     runs: tuple[SinkRun, ...]
     position_ids: Tensor
 
 
 def pack_layout(groups: list[tuple[int, tuple[int, ...]]], device="cpu") -> SinkMask:
-    """Many conversations in ONE row without padding: a prompt shared by G responses is computed once.
+    """Many conversations in one row without padding; a prompt shared by G responses is computed once.
 
     Args:
-        groups: (prefix length, (response length, ...)) each, in tokens; (n, ()) is a plain document of n tokens.
+        groups: (prefix length, (response length, ...)) in tokens; (n, ()) is a plain document of n tokens.
         device: where position_ids live.
     Returns:
-        Layout of one row with slots [prefix, response 1, response 2, ..., next prefix, ...]. A key is visible if it
-        is in the query's own prefix or own response and not later. [(2, (2, 1))] has positions 0 1 2 3 2 and lets
-        slot 4 see slots 0, 1 and 4.
-    Raises: ValueError on a group with nothing in it or a negative length.
+        Layout of one row with slots [prefix, response 1, response 2, ..., next prefix, ...]: a response sees
+        its group's prefix and itself. [(2, (2, 1))] has positions 0 1 2 3 2; slot 4 sees slots 0, 1 and 4.
     """
     runs, positions, slot = [], [], 0
     for prefix, responses in groups:
-        if prefix + sum(responses) < 1 or min(prefix, *responses, 0) < 0:
-            raise ValueError(f"a group needs at least one token and no negative length, got {(prefix, responses)}")
+        if min(prefix, *responses, 0) < 0:
+            raise ValueError(f"lengths must not be negative, got {(prefix, responses)}")
         start, slot = slot, slot + prefix
         runs.append(SinkRun(start, slot, start))
         positions.append(torch.arange(prefix))
@@ -85,129 +78,113 @@ def pack_layout(groups: list[tuple[int, tuple[int, ...]]], device="cpu") -> Sink
             runs.append(SinkRun(slot, slot + length, slot, start, start + prefix))
             positions.append(torch.arange(prefix, prefix + length))
             slot += length
-    used = tuple(run for run in runs if run.q1 > run.q0)
-    return SinkMask(used, torch.cat(positions)[None].to(device))
+    return SinkMask(tuple(run for run in runs if run.q1 > run.q0), torch.cat(positions)[None].to(device))
 
 
-@lru_cache(maxsize=4)  # asked by every layer with the same tensor; `version` guards against changes in place
+@lru_cache(maxsize=4)  # every layer asks with the same tensor; `version` guards against changes in place
 def packed_documents(position_ids: Tensor, version: int) -> SinkMask | None:
-    """Layout of rows whose position_ids (B, T) start over: packed documents. None where no row does."""
-    starts_over = position_ids.diff(dim=-1) != 1  # (B, T-1)
-    if not starts_over.any():
-        return None
-    runs, length = [], position_ids.shape[1]
-    for row, jumps in enumerate(starts_over.tolist()):
-        cuts = [0, *(i + 1 for i, jump in enumerate(jumps) if jump), length]
+    """Layout of rows whose position_ids (B, T) start over: packed documents. None if no row does."""
+    starts_over = F.pad(position_ids.diff(dim=-1) != 1, (1, 1), value=True)  # (B, T + 1), edges of documents
+    runs = []
+    for row, edges in enumerate(starts_over):
+        cuts, row = edges.nonzero()[:, 0].tolist(), row if len(position_ids) > 1 else None
         runs += [SinkRun(a, b, a, row=row) for a, b in zip(cuts, cuts[1:])]
-    return SinkMask(tuple(runs), position_ids)
-
-
-def causal_runs(T: int, S: int) -> tuple[SinkRun, ...]:
-    """Plain causal attention of T queries, the last T of S keys: what comes before is the cached past."""
-    return (SinkRun(0, T, S - T, 0, S - T),)
-
-
-# ---------------------------------------------------------------------------------------------------- reference
-
-def sink_attention_ref(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, scale: float) -> Tensor:
-    """Dense attention with the sink as one more column that is dropped after the softmax: slow and obviously right.
-
-    Args:
-        q: (B, H, T, D). k, v: (B, Hk, S, D). sinks: (H,) logits or None. mask: bool, broadcasts to (B, H, T, S),
-        True = visible. scale: factor on the scores.
-    Returns: (B, H, T, D) in q's dtype, computed in float32 (float64 for float64 input); rows that see nothing are 0.
-    Source: gpt-oss model card, arXiv:2508.10925, section 2.2; gpt-oss torch/model.py::sdpa.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))  # (B, H, S, D)
-    scores = (q.to(wide) @ k.mT * scale).masked_fill(~mask, -torch.inf)  # (B, H, T, S)
-    column = sink_logits(q, sinks)[..., None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
-    return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
+    return SinkMask(tuple(runs), position_ids) if len(runs) > len(position_ids) else None
 
 
 def sink_logits(q: Tensor, sinks: Tensor | None) -> Tensor:
-    """(1, H, 1) sink logits in the accumulation dtype; absent or -inf sinks become NO_SINK, with gradient 0."""
+    """(1, H, 1) float32 (float64 for float64 q); absent and -inf sinks become NO_SINK, with gradient 0."""
     wide = torch.promote_types(q.dtype, torch.float32)
     if sinks is None:
         return q.new_full((1, q.shape[1], 1), NO_SINK, dtype=wide)
     return sinks.to(wide).clamp(min=NO_SINK).view(1, -1, 1)
 
 
-# ---------------------------------------------------------------------------------------------------- CPU
+def sink_attention_ref(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor, scale: float):
+    """Dense attention, the sink as one more column dropped after the softmax: slow and obviously right.
 
-@dataclass(frozen=True)
-class SinkPiece:
-    """One kernel call: queries [q0, q1) on keys [k0, k1) of some rows; `ahead` = position of q0 minus position of k0."""
-    rows: slice
-    q0: int
-    q1: int
-    k0: int
-    k1: int
+    q: (B, H, T, D). k, v: (B, Hk, S, D). sinks: (H,) logits or None. scale: factor on the scores.
+    mask: bool, broadcasts to (B, H, T, S), True = visible.
+    Returns: (B, H, T, D) in q's dtype, computed in float32 at least; a row that sees nothing is 0.
+    Source: gpt-oss model card, arXiv:2508.10925, section 2.2.
+    """
+    sink = sink_logits(q, sinks)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.to(sink.dtype).repeat_interleave(groups, dim=1) for x in (k, v))  # (B, H, S, D)
+    scores = (q.to(sink.dtype) @ k.mT * scale).masked_fill(~mask, -torch.inf)  # (B, H, T, S)
+    column = sink[..., None].expand(*scores.shape[:-1], 1)  # (B, H, T, 1)
+    return (torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1] @ v).to(q.dtype)
+
+
+# ---------------------------------------------------------------------------------------- CPU
+
+class SinkPiece(NamedTuple):
+    """One kernel call: indices of its queries and keys, position of the first query minus the first key."""
+    q: tuple[slice, slice, slice]
+    k: tuple[slice, slice, slice]
     ahead: int
     window: int
 
 
 def cpu_pieces(runs: tuple[SinkRun, ...], window: int | None) -> list[SinkPiece]:
-    """Cuts runs into rectangles that the kernel handles in memory and time linear in the length when there is a window.
+    """Cuts runs into rectangles; with a window, into bands of W / 2 queries and the W - 1 keys before them.
 
-    With a window, queries go in bands of W (at least 64, at most 512) and each band sees the W - 1 keys before it. A
-    query always sees one key of its piece at least. Example, W = 64, one run of 128: queries 0-63 on keys 0-63 and
-    queries 64-127 on keys 1-127.
+    So a sliding layer's time and memory are linear in the length. W = 64 and one run of 96 give queries 0-31
+    on keys 0-31, 32-63 on 0-63, 64-95 on 1-95. Each query of a piece sees at least one of its keys.
     """
     pieces = []
     for run in runs:
         rows = slice(None) if run.row is None else slice(run.row, run.row + 1)
         n, past = run.q1 - run.q0, run.p1 - run.p0
         W = n + past if window is None else min(window, n + past)
-        band = n if W == n + past else min(max(W, 64), 512)
+        band = n if W == n + past else min(max(W // 2, 32), 256)  # fastest of those measured, W = 16 to 1024
+
+        def add(q0, q1, k0, k1, ahead):
+            queries, keys = slice(run.q0 + q0, run.q0 + q1), slice(k0, k1)
+            pieces.append(SinkPiece((rows, slice(None), queries), (rows, slice(None), keys), ahead, W))
+
         for a in range(0, n, band):
             b = min(a + band, n)
-            seen = min(past, W - 1 - a)  # keys of the past that query a sees; query b - 1 may see none
+            seen = min(past, W - 1 - a)  # earlier keys that query a sees; query W - 1 sees none
             if seen > 0:
-                last = min(b, W - 1)
-                pieces.append(SinkPiece(rows, run.q0 + a, run.q0 + last, run.p1 - seen, run.p1, a + seen, W))
+                add(a, min(b, W - 1), run.p1 - seen, run.p1, a + seen)
             first = max(0, a - W + 1)
-            pieces.append(SinkPiece(rows, run.q0 + a, run.q0 + b, run.k0 + first, run.k0 + b, a - first, W))
+            add(a, b, run.k0 + first, run.k0 + b, a - first)
     return pieces
 
 
 def piece_mask(piece: SinkPiece, key_bias: Tensor | None, like: Tensor) -> dict:
-    """The kernel's mask arguments for one piece: its own causal mode where that is all there is, else additive floats.
+    """A kernel call's mask arguments: its own causal mode where that is all, else floats (rows, 1, nq, nk).
 
-    The kernel's `is_causal` is aligned top-left (query i sees keys 0..i), right only where piece.ahead == 0.
-    key_bias: (B, 1, 1, S), 0 or MASKED. like: gives device and dtype, float32 or float64 (the kernel reads a float32
-    mask beside float64 queries as garbage). The mask returned is at most (B, 1, band, band + W).
+    The kernel's `is_causal` is aligned top-left (query i sees keys 0..i): right only where piece.ahead is 0.
+    key_bias: (B, 1, 1, S), 0 or MASKED. like: has the mask's dtype (float32 beside float64 q is misread).
     """
-    nq, nk = piece.q1 - piece.q0, piece.k1 - piece.k0
-    bias = None if key_bias is None else key_bias[piece.rows, :, :, piece.k0:piece.k1]
-    windowed = piece.ahead + nq - 1 >= piece.window
-    diagonal = piece.ahead < nk - 1
-    if not windowed and (piece.ahead == 0 or not diagonal):
+    nq, nk = (index[2].stop - index[2].start for index in piece[:2])
+    bias = None if key_bias is None else key_bias[piece.k[0], :, :, piece.k[2]]
+    diagonal = piece.ahead < nk - 1  # some key is later than the first query
+    if piece.ahead + nq <= piece.window and (piece.ahead == 0 or not diagonal):
         return {"is_causal": diagonal, "attn_mask": bias}
     distance = torch.arange(piece.ahead, piece.ahead + nq)[:, None] - torch.arange(nk)
-    band = like.new_zeros(nq, nk).masked_fill_((distance < 0) | (distance >= piece.window), MASKED)
-    return {"is_causal": False, "attn_mask": band[None, None] if bias is None else torch.minimum(band, bias)}
+    band = like.new_zeros(1, 1, nq, nk).masked_fill_((distance < 0) | (distance >= piece.window), MASKED)
+    return {"is_causal": False, "attn_mask": band if bias is None else torch.minimum(band, bias)}
 
 
 class SinkFlashCPU(torch.autograd.Function):
-    """Sum over pieces by log-sum-exp, starting from the sink. Both directions call the stock CPU flash kernels."""
+    """Merges pieces by log-sum-exp, starting from the sink; both directions call stock CPU flash kernels."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, key_bias, pieces, scale):
-        """q (B, H, T, D), k and v (B, Hk, S, D), sink (1, H, 1) -> out (B, H, T, D) in q's dtype."""
+        """q (B, H, T, D), k and v (B, Hk, S, D), sink (1, H, 1) -> (B, H, T, D) in q's dtype."""
         B, H, T, D = q.shape
-        # Stored as (B, T, H, D), which is what transformers wants back.
-        out = q.new_zeros(B, T, H, D, dtype=sink.dtype).transpose(1, 2)
+        out = sink.new_zeros(B, T, H, D).transpose(1, 2)  # stored the way transformers wants it back
         lse = sink.expand(B, H, T).clone()  # (B, H, T)
-        for p in pieces:
-            here = (p.rows, slice(None), slice(p.q0, p.q1))
-            keys = (p.rows, slice(None), slice(p.k0, p.k1))
-            o, part = FLASH_CPU(q[here], k[keys], v[keys], scale=scale, **piece_mask(p, key_bias, sink))
-            total = torch.logaddexp(lse[here], part)
-            out[here].mul_((lse[here] - total).exp_()[..., None])
-            out[here].add_(o * (part - total).exp_()[..., None])  # float32 weights: a bfloat16 part is widened here
-            lse[here] = total
+        for piece in pieces:
+            mask = piece_mask(piece, key_bias, sink)
+            o, part = FLASH_CPU(q[piece.q], k[piece.k], v[piece.k], scale=scale, **mask)
+            total = torch.logaddexp(lse[piece.q], part)
+            out[piece.q].mul_((lse[piece.q] - total).exp_()[..., None])
+            out[piece.q].add_(o * (part - total).exp_()[..., None])  # float32 weights widen a bfloat16 o
+            lse[piece.q] = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, key_bias, out, lse)
         ctx.pieces, ctx.scale = pieces, scale
@@ -216,138 +193,120 @@ class SinkFlashCPU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        """The sink's share is in lse already, so each piece's stock backward returns its exact part of dQ, dK, dV."""
+        """lse holds the sink's share, so a piece's stock backward is its exact part of dQ, dK and dV."""
         q, k, v, sink, key_bias, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(x, dtype=sink.dtype) for x in (q, k, v))
-        for p in ctx.pieces:
-            here = (p.rows, slice(None), slice(p.q0, p.q1))
-            keys = (p.rows, slice(None), slice(p.k0, p.k1))
-            parts = FLASH_CPU_BACKWARD(grad[here], q[here], k[keys], v[keys], out[here], lse[here], 0.0,
-                                       scale=ctx.scale, **piece_mask(p, key_bias, sink))
-            for whole, where, part in zip((dq, dk, dv), (here, keys, keys), parts):
-                whole[where].add_(part)
-        dsink = None
-        if ctx.needs_input_grad[3]:
-            share = (sink - lse).exp_()  # (B, H, T), the weight that the sink took
-            dsink = -(share * (grad.to(sink.dtype) * out).sum(-1)).sum((0, 2), dtype=torch.float64)
-            dsink = dsink.to(sink.dtype).view(1, -1, 1)
+        for piece in ctx.pieces:
+            mask = piece_mask(piece, key_bias, sink)
+            parts = FLASH_CPU_BACKWARD(grad[piece.q], q[piece.q], k[piece.k], v[piece.k], out[piece.q],
+                                       lse[piece.q], 0.0, scale=ctx.scale, **mask)
+            for whole, index, part in zip((dq, dk, dv), (piece.q, piece.k, piece.k), parts):
+                whole[index].add_(part)
+        share = (sink - lse).exp_() * (grad.to(sink.dtype) * out).sum(-1)  # (B, H, T)
+        dsink = -share.sum((0, 2), dtype=torch.float64).to(sink.dtype).view(1, -1, 1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------- decode
+def sink_decode(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, key_mask: Tensor | None, scale: float):
+    """One query per row: two grouped float32 matrix products, keys and values never repeated per head.
 
-def sink_decode(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-    """One query per row: two grouped matrix products in float32, keys and values never repeated per head.
-
-    Args: q (B, H, 1, D), k and v (B, Hk, S, D), sink (1, H, 1), key_mask (B, S) bool or None. Returns (B, H, 1, D).
+    q (B, H, 1, D), k and v (B, Hk, S, D), sink (1, H, 1), key_mask (B, S) bool or None -> (B, H, 1, D).
     """
-    B, H, _, D = q.shape
-    Hk, S = k.shape[1:3]
-    grouped = q.to(sink.dtype).reshape(B, Hk, H // Hk, D) * scale
+    grouped = q.to(sink.dtype).reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scale  # (B, Hk, H/Hk, D)
     scores = grouped @ k.to(sink.dtype).mT  # (B, Hk, H/Hk, S)
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, None], MASKED)
-    sink = sink.view(1, Hk, H // Hk, 1).expand(B, -1, -1, -1)
-    weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :S]
-    return (weights @ v.to(sink.dtype)).to(q.dtype).view(B, H, 1, D)
+    column = sink.view(1, *scores.shape[1:3], 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    return (weights @ v.to(sink.dtype)).to(q.dtype).view(q.shape)
 
 
-# ---------------------------------------------------------------------------------------------------- CUDA
+# ---------------------------------------------------------------------------------------- CUDA
 
 def flex_bucket(length: int) -> int:
-    """Smallest of 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, ... that holds `length`: few graphs compile."""
-    size = FLEX_BLOCK
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 and size > FLEX_BLOCK else -(-size * 4 // 3 // 128) * 128
-    return size
+    """The smallest of 128, 256, 384, 512, 768, 1024, 1536, ... that holds `length`: few graphs compile."""
+    power = max(FLEX_BLOCK, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if length <= power * 3 // 4 and power > 2 * FLEX_BLOCK else power
 
 
 def visible_ranges(runs: tuple[SinkRun, ...], B: int, T: int, S: int, window: int | None) -> Tensor:
-    """(4, B * T) int32: each query sees keys [0th, 1st) of its past and [2nd, 3rd) of its own run, rows end to end."""
+    """(4, B * T) int32, rows end to end: a query sees keys [0th, 1st) before and [2nd, 3rd) of its run."""
     ranges = torch.zeros(4, B, T, dtype=torch.int32)
-    offset = torch.arange(B, dtype=torch.int32)[:, None] * S  # (B, 1), first key slot of a row
+    offset = torch.arange(B, dtype=torch.int32)[:, None] * S  # (B, 1), first key of a row
+    W = T + S if window is None else window
     for run in runs:
         rows = slice(None) if run.row is None else slice(run.row, run.row + 1)
         i = torch.arange(run.q1 - run.q0, dtype=torch.int32)  # place in the run
-        W = T + S if window is None else window
-        seen = (W - 1 - i).clamp(0, run.p1 - run.p0)  # keys of the past inside the window
-        own = run.k0 + torch.stack([(i - W + 1).clamp(min=0), i + 1])
-        past = torch.stack([run.p1 - seen, torch.full_like(i, run.p1)])
-        ranges[:, rows, run.q0:run.q1] = torch.cat([past, own])[:, None] + offset[rows]
+        seen = (W - 1 - i).clamp(0, run.p1 - run.p0)  # earlier keys inside the window
+        ends = (run.p1 - seen, torch.full_like(i, run.p1), run.k0 + (i - W + 1).clamp(min=0), run.k0 + i + 1)
+        ranges[:, rows, run.q0:run.q1] = torch.stack(ends)[:, None] + offset[rows]
     return ranges.flatten(1)
 
 
-@lru_cache(maxsize=4)  # two masks a batch (full, sliding), asked by every layer and by the recomputation of checkpoints
-def sink_block_mask(layout: SinkMask | None, key_mask: Tensor | None, version: int | None, shape: tuple[int, int, int],
-                    window: int | None, device: torch.device) -> BlockMask:
-    """FlexAttention's block-sparse mask for a batch laid out as one long row of B * T queries and B * S keys.
+@lru_cache(maxsize=4)  # two masks a batch (full, sliding), for all layers and for recomputing checkpoints
+def sink_block_mask(runs: tuple[SinkRun, ...], B: int, T: int, S: int, window: int | None,
+                    key_mask: Tensor | None, version: int, device: torch.device) -> BlockMask:
+    """FlexAttention's block mask of a batch laid end to end as one row of B * T queries and B * S keys.
 
-    Counts, by arithmetic on each query's two key ranges, the visible pairs of every 128 x 128 block: (T / 128 x S / 128)
-    numbers, never (T, S). Blocks that are wholly visible skip the mask function in the kernel.
-    Args: shape (B, T, S); key_mask (B, S) bool with its `_version`; window in positions.
+    Counts the visible pairs of each 128 x 128 block from its queries' two key ranges: no (T, S) tensor. One
+    head stands for all. key_mask: (B, S) bool, with its `_version` so that a change in place is seen.
     """
-    B, T, S = shape
     Tb, Sb = flex_bucket(B * T), flex_bucket(B * S)
-    runs = causal_runs(T, S) if layout is None else layout.runs
-    ranges = F.pad(visible_ranges(runs, B, T, S, window), (0, Tb - B * T)).to(device)  # (4, Tb); padding sees nothing
-    live = torch.ones(B * S, dtype=torch.bool, device=device) if key_mask is None else key_mask.flatten().to(device)
-    live = F.pad(live, (0, Sb - B * S))  # (Sb,)
+    ranges = F.pad(visible_ranges(runs, B, T, S, window), (0, Tb - B * T)).to(device)  # padding sees nothing
+    live = torch.ones(B * S, dtype=torch.bool) if key_mask is None else key_mask.flatten()
+    live = F.pad(live.to(device), (0, Sb - B * S))  # (Sb,)
     before = F.pad(live.cumsum(0), (1, 0))  # (Sb + 1,), live keys before a slot
-    edges = torch.arange(0, Sb + 1, FLEX_BLOCK, device=device, dtype=torch.int32)  # (Sb / 128 + 1,)
+    edges = torch.arange(0, Sb + 1, FLEX_BLOCK, device=device)[:, None]  # (Sb / 128 + 1, 1)
     counts = []
-    for rows in ranges.split(32 * FLEX_BLOCK, dim=1):  # bounds the temporary to (4096, S / 128)
-        inside = [before[edges[:, None].clamp(lo, hi)].diff(dim=0) for lo, hi in (rows[:2], rows[2:])]
-        counts.append(sum(inside).unflatten(1, (-1, FLEX_BLOCK)).sum(-1).T)  # (rows / 128, Sb / 128)
-    counts = torch.cat(counts)[None, None]  # (1, 1, Tb / 128, Sb / 128): one head stands for all
-    full = counts == FLEX_BLOCK * FLEX_BLOCK
-    partial = (counts > 0) & ~full
+    for some in ranges.long().split(32 * FLEX_BLOCK, dim=1):  # at most (Sb / 128 + 1, 4096) at a time
+        inside = [before[edges.maximum(lo).minimum(hi)].diff(dim=0) for lo, hi in (some[:2], some[2:])]
+        counts.append(sum(inside).unflatten(1, (-1, FLEX_BLOCK)).sum(-1).T)
+    counts = torch.cat(counts)[None, None]  # (1, 1, Tb / 128, Sb / 128)
+    full = counts == FLEX_BLOCK * FLEX_BLOCK  # these skip mask_mod in the kernel
     p0, p1, k0, k1 = ranges
 
     def mask_mod(b, h, i, j):
         return live[j] & (((p0[i] <= j) & (j < p1[i])) | ((k0[i] <= j) & (j < k1[i])))
 
-    order = [x for kind in (partial, full) for x in (kind.sum(-1), kind.to(torch.int8).argsort(-1, True, stable=True))]
-    return BlockMask.from_kv_blocks(*(x.to(torch.int32).contiguous() for x in order), BLOCK_SIZE=FLEX_BLOCK,
-                                    mask_mod=mask_mod, seq_lengths=(Tb, Sb))
+    order = []
+    for kind in ((counts > 0) & ~full, full):  # wanted: how many, and which first
+        order += [kind.sum(-1).int(), kind.int().argsort(dim=-1, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(Tb, Sb))
 
 
 def flex_with_sink(q, k, v, sink, block_mask, scale, kernel=flex_attention):
-    """FlexAttention and the sink's share in one function, so that the compiler fuses the epilogue (float32, one cast).
+    """FlexAttention and the sink's share, one function that the compiler fuses; float32 until the last cast.
 
-    lse is clamped because -inf - (-inf) would be NaN where a row sees nothing; autograd carries dlse back to dQ, dK.
+    sigmoid(lse - s) = exp(lse - lse_s); lse is clamped, as -inf + inf would be NaN where a row sees nothing.
     """
-    out, aux = kernel(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    aux = AuxRequest(lse=True)
+    out, aux = kernel(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux)
     return (out.float() * torch.sigmoid(aux.lse.clamp(min=MASKED) - sink)[..., None]).to(q.dtype)
 
 
 @lru_cache(maxsize=1)
 def compiled_flex():
-    """Compiled once. `fullgraph=True` makes the recompile limit an error: dense attention never takes over quietly."""
+    """Compiled once; fullgraph makes the recompile limit an error: dense attention never steps in."""
     return torch.compile(flex_with_sink, fullgraph=True, dynamic=False)
 
 
-def sink_flex(q, k, v, sink, key_mask, layout, scale, window, attend=None) -> Tensor:
-    """CUDA training and prefill: the batch becomes one long row, padded to a bucket, with a shared BlockMask.
-
-    Args as in `sink_attention`; attend: stands in for the compiled function (tests hand in the bare operator).
-    """
+def sink_flex(q, k, v, sink, runs, window, key_mask, scale, attend=None) -> Tensor:
+    """CUDA training and prefill; arguments as above. attend: what tests put in place of compiled_flex()."""
     B, H, T, D = q.shape
-    S = k.shape[2]
-    version = None if key_mask is None else key_mask._version
-    block_mask = sink_block_mask(layout, key_mask, version, (B, T, S), window, q.device)
+    version = 0 if key_mask is None else key_mask._version
+    block_mask = sink_block_mask(runs, B, T, k.shape[2], window, key_mask, version, q.device)
 
     def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D)
         flat = x.transpose(1, 2).reshape(1, -1, x.shape[1], D).transpose(1, 2)
-        return F.pad(flat, (0, 0, 0, bucket - flat.shape[2]))
+        return flat if flat.shape[2] == bucket else F.pad(flat, (0, 0, 0, bucket - flat.shape[2]))
 
-    lengths = block_mask.seq_lengths
-    q, k, v = one_row(q, lengths[0]), one_row(k, lengths[1]), one_row(v, lengths[1])
-    with torch._dynamo.config.patch(recompile_limit=64):  # buckets x (training, no_grad) x dtypes; 8 is the default
+    q, k, v = (one_row(x, block_mask.seq_lengths[x is not q]) for x in (q, k, v))
+    with torch._dynamo.config.patch(recompile_limit=64):  # buckets x (grad, no grad) x dtypes; default 8
         out = (attend or compiled_flex())(q, k, v, sink, block_mask, scale)
     return out[:, :, :B * T].transpose(1, 2).reshape(B, T, H, D).transpose(1, 2)
 
 
-# ---------------------------------------------------------------------------------------------------- the entry
+# ---------------------------------------------------------------------------------------- the entry
 
 def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, scale: float | None = None,
                    window: int | None = None, key_mask: Tensor | None = None, layout: SinkMask | None = None,
@@ -355,115 +314,105 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
     """Causal attention with sinks, forward and backward, without an (S, S) tensor on any device.
 
     Args:
-        q: (B, H, T, D); the T queries are the last T of the S keys. k, v: (B, Hk, S, D), H a multiple of Hk.
-        sinks: (H,) logits, any float dtype (used in float32), or None.
-        scale: factor on the scores; D ** -0.5 if None.
-        window: query at position i sees positions i - window < j <= i; None = all.
+        q: (B, H, T, D), the last T of the S positions. k, v: (B, Hk, S, D), H a multiple of Hk.
+        sinks: (H,) logits of any float dtype, used in float32; or None.
+        scale: factor on the scores; None = D ** -0.5.
+        window: position i sees j with i - window < j <= i; None = all before it.
         key_mask: (B, S) bool, True = a real token; padding on either side, or holes.
-        layout: packed or shared-prefix batch instead of a key_mask.
-    Returns: (B, H, T, D) in q's dtype, a view of a (B, T, H, D) tensor. Rows that see no key are 0.
+        layout: a packed or shared-prefix batch, instead of key_mask and without a cache (S = T).
+    Returns: (B, H, T, D) in q's dtype; a query that sees no key gets 0.
     Raises: ValueError on what it would not compute exactly.
     """
     B, H, T, D = q.shape
     S = k.shape[2]
     if not is_causal:
-        raise ValueError("sink attention is causal; is_causal=False is not supported")
-    if S < T or H % k.shape[1]:
-        raise ValueError(f"need at least as many keys as queries and H a multiple of Hk, got q {tuple(q.shape)}, "
-                         f"k {tuple(k.shape)}")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+        raise ValueError("sink attention is causal, got is_causal=False")
+    if S < T or H % k.shape[1] or (window is not None and window < 1):
+        raise ValueError(f"need S >= T, Hk dividing H, window >= 1; got q {q.shape}, k {k.shape}, {window=}")
+    runs = (SinkRun(0, T, S - T, 0, S - T),)  # the cached past is what comes before
     if layout is not None:
-        rows = layout.position_ids.shape[0]
-        if key_mask is not None or S != T or layout.position_ids.shape[1] != T or rows not in (1, B):
-            raise ValueError(f"a layout of shape {tuple(layout.position_ids.shape)} goes with as many tokens, no key "
-                             f"mask and no cache; got q {tuple(q.shape)}, k {tuple(k.shape)}")
+        runs = layout.runs
+        if key_mask is not None or S != T or layout.position_ids.shape not in ((1, T), (B, T)):
+            raise ValueError(f"a layout goes with its own number of tokens, no key mask and no cache; got "
+                             f"layout {layout.position_ids.shape}, q {q.shape}, k {k.shape}")
     scale = D ** -0.5 if scale is None else scale
     sink = sink_logits(q, sinks)  # (1, H, 1)
-    if T == 1 and layout is None:
-        first = 0 if window is None else max(0, S - window)
-        key_mask = None if key_mask is None else key_mask[:, first:]
-        return sink_decode(q, k[:, :, first:], v[:, :, first:], sink, key_mask, scale)
+    if T == 1:
+        first = max(0, S - (window or S))
+        live = None if key_mask is None else key_mask[:, first:]
+        return sink_decode(q, k[:, :, first:], v[:, :, first:], sink, live, scale)
     if q.device.type == "cuda":
-        return sink_flex(q, k, v, sink, key_mask, layout, scale, window)
+        return sink_flex(q, k, v, sink, runs, window, key_mask, scale)
     if q.device.type != "cpu":
         raise ValueError(f"sink attention runs on cpu and cuda, not on {q.device.type}")
     bias = None
     if key_mask is not None:
-        bias = torch.zeros(B, 1, 1, S).masked_fill_(~key_mask[:, None, None], MASKED).to(sink.dtype)
-    pieces = cpu_pieces(causal_runs(T, S) if layout is None else layout.runs, window)
-    return SinkFlashCPU.apply(q, k, v, sink, bias, pieces, scale)
+        bias = sink.new_zeros(B, 1, 1, S).masked_fill_(~key_mask[:, None, None], MASKED)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # others are misread
+    return SinkFlashCPU.apply(q, k, v, sink, bias, cpu_pieces(runs, window), scale)
 
 
-# ---------------------------------------------------------------------------------------------------- transformers
+# ---------------------------------------------------------------------------------------- transformers
 
-def sinkflex_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
-                  use_vmap=False, device="cpu", config=None, **kwargs) -> Tensor | None:
-    """What transformers calls to build a mask: None for plain causal, else the (B, S) bool mask of real keys.
+def sinkflex_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None,
+                  attention_mask=None, use_vmap=False, device="cpu", config=None, **kwargs) -> Tensor | None:
+    """What transformers calls for a mask: None for plain causal, else the (B, S) bool mask of real keys.
 
-    Its width is the number of keys written so far: a static cache holds more slots than that.
+    Its width is the number of keys written so far; a static cache has more slots.
     """
-    unknown = use_vmap or mask_function is bidirectional_mask_function
-    if unknown or getattr(config, "attention_chunk_size", None) is not None:
-        raise ValueError("sinkflex knows causal and sliding masks; this model asks for another kind "
-                         "(bidirectional, chunked, or an added mask function)")
-    written = int(q_offset) + q_length - kv_offset  # keys that exist, of the kv_length slots
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    if use_vmap or chunked or mask_function is bidirectional_mask_function:
+        raise ValueError("sinkflex does causal and sliding masks, not bidirectional, chunked or added ones")
+    written = int(q_offset) + q_length - kv_offset
     if attention_mask is None:
-        return None if written == kv_length else torch.ones(batch_size, written, dtype=torch.bool, device=device)
+        attention_mask = torch.ones(batch_size, kv_offset + written)
     live = attention_mask[:, kv_offset:kv_offset + written].to(device=device, dtype=torch.bool)
     return None if written == kv_length and live.all() else live
 
 
 def padding_of(mask: Tensor, T: int, window: int | None) -> Tensor:
-    """(B, S) bool key mask of a 4-D mask that somebody built by hand; ValueError if it is not causal plus padding."""
+    """(B, S) bool key mask behind a hand-made 4-D mask; ValueError unless that is causal plus padding."""
     visible = mask if mask.dtype == torch.bool else mask == 0  # (B, 1, T, S)
-    if mask.dtype != torch.bool and (mask[~visible] > -1e4).any():
-        raise ValueError("sinkflex takes no additive bias: a float mask may hold 0 and the dtype's minimum only")
-    live, S = visible.any(dim=-2)[:, 0], visible.shape[-1]  # (B, S)
+    live, S = visible.any(dim=-2)[:, 0], mask.shape[-1]  # (B, S)
     distance = torch.arange(S - T, S, device=mask.device)[:, None] - torch.arange(S, device=mask.device)
-    causal = (distance >= 0) & (distance < (window or S + 1))
-    if mask.shape[1] != 1 or not torch.equal(causal & live[:, None, None], visible):
-        raise ValueError("sinkflex takes a 4-D mask only if it is plain causal or sliding plus padding; "
-                         "packed rows go in as sink_mask=pack_layout(...)")
+    causal = (distance >= 0) & (distance < (window or S))
+    biased = mask.dtype != torch.bool and (mask[~visible] > -1e4).any()
+    if biased or mask.shape[1] != 1 or not torch.equal(causal & live[:, None, None], visible):
+        raise ValueError("sinkflex takes a 4-D mask only if it is causal or sliding plus padding, no bias")
     return live
 
 
-def sinkflex_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None,
-                       s_aux=None, sink_mask=None, position_ids=None, softcap=None, is_causal=None, **kwargs):
-    """The attention function that transformers calls in each layer; extra arguments come from its model code.
+def sinkflex_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None,
+                       sliding_window=None, s_aux=None, sink_mask=None, position_ids=None, **kwargs):
+    """The attention function of each layer, as transformers calls it (its interface demands the **kwargs).
 
-    query (B, H, T, D), key and value (B, Hk, slots, D); returns ((B, T, H, D), None): no weights exist to return.
+    query (B, H, T, D), key and value (B, Hk, slots, D) -> ((B, T, H, D), None): no weights ever exist.
     """
-    if dropout:
-        raise ValueError(f"sinkflex has no attention dropout, got {dropout}; set config.attention_dropout = 0")
-    if softcap is not None:
-        raise ValueError(f"sinkflex has no soft-capping of scores, got {softcap}")
+    if dropout or softcap is not None:
+        raise ValueError(f"sinkflex has no dropout and no soft-capping, got {dropout=}, {softcap=}")
     if s_aux is None and getattr(module, "sinks", None) is not None:
-        raise ValueError(f"{type(module).__name__} has sinks but does not pass them on; they would be ignored")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        raise ValueError(f"{type(module).__name__} keeps its sinks to itself: they would be ignored")
     T = query.shape[2]
-    if attention_mask is not None and attention_mask.ndim == 4:
-        attention_mask = padding_of(attention_mask, T, sliding_window)
     if attention_mask is not None:
+        if attention_mask.ndim == 4:
+            attention_mask = padding_of(attention_mask, T, sliding_window)
         key, value = (x[:, :, :attention_mask.shape[1]] for x in (key, value))
     elif sink_mask is None and key.shape[2] == T > 1 and position_ids is not None and position_ids.ndim == 2:
         sink_mask = packed_documents(position_ids, position_ids._version)
-    out = sink_attention(query, key, value, s_aux, scale=scaling, window=sliding_window, key_mask=attention_mask,
-                         layout=sink_mask, is_causal=causal)
+    causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
+    out = sink_attention(query, key, value, s_aux, scale=scaling, window=sliding_window,
+                         key_mask=attention_mask, layout=sink_mask, is_causal=causal)
     return out.transpose(1, 2), None
 
 
-# Done at import, so that attn_implementation="sinkflex" works in Trainer and TRL too. A name with "flash" in it would
-# make transformers load a kernel of its own.
+# At import, so that attn_implementation="sinkflex" also works in Trainer and TRL. With "flash" in its name
+# transformers would load a kernel of its own.
 AttentionInterface.register("sinkflex", sinkflex_attention)
 AttentionMaskInterface.register("sinkflex", sinkflex_mask)
 
 
 def use_sink_attention(model):
-    """Switches a transformers model (PEFT-wrapped or not) to sink attention, in place, and returns it.
-
-    Raises: ValueError where the model's attention would not go through it.
-    """
+    """Switches a transformers model, PEFT-wrapped or not, in place; ValueError where that has no effect."""
     model.set_attn_implementation("sinkflex")
     if model.config._attn_implementation != "sinkflex":
         raise ValueError(f"{type(model).__name__} does not let its attention be replaced")
