@@ -28,13 +28,20 @@ from tqdm import tqdm
 
 from attention import pack_layout
 from chat import load_chat
-from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, tau2_version
 from grpo import group_advantages, update_policy
 from model import latest_checkpoint, load_checkpoint, load_policy, save_checkpoint, save_policy
-from report import append_row, bootstrap_ci, pass_hat_k, plot_run, read_rows
+from report import append_row, eval_summary, plot_run, read_rows
 from rollout import collect, generate_turns, to_batch
 from tiny.tasks_retail import make_tasks
 from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser
+
+try:
+    from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, tau2_version
+except ImportError as tau2_fault:
+    if __name__ != "__main__":
+        raise
+    print(f"train.py: {tau2_fault}", file=sys.stderr)
+    sys.exit(2)
 
 ALLOWED = {
     "env": ("retail", "airline", "telecom", "mock"),
@@ -190,7 +197,7 @@ def make_user(cfg: Config, policy, chat, reference):
             raise ValueError("--user policy with full weights needs --ref-copy (a frozen copy plays the customer)")
         user = PolicyUser(reference or policy.model, chat, generate_turns, seed=cfg.seed)
     else:
-        user = ScriptedUser(seed=cfg.seed)
+        user = ScriptedUser()
     return ReplayUser(cfg.user_record, record=user) if cfg.user_record else user
 
 
@@ -205,15 +212,6 @@ def save_episodes(path: Path, episodes: list, tokenizer) -> None:
             tokens = [[tokenizer.decode(ids[a:b]), mask[a]] for a, b in zip(cuts, cuts[1:]) if a < b]
             file.write(json.dumps(dataclasses.asdict(episode) | {"tokens": tokens}, default=str) + "\n")
     aside.replace(path)
-
-
-def is_valid(episode) -> bool:
-    """False where the world failed, not the policy."""
-    return episode.outcome not in ("user_error", "env_error")
-
-
-def count_outcomes(episodes: list) -> dict[str, int]:
-    return {name: sum(e.outcome == name for e in episodes) for name in sorted({e.outcome for e in episodes})}
 
 
 def roll(batch_limit: list[int], **kwargs) -> tuple[list, dict]:
@@ -240,24 +238,14 @@ def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
     greedy, _ = roll(world["batch_limit"], group_size=1, temperature=0.0, progress=f"evaluate {step}, greedy", **common)
     for kind, episodes in (("sampled", sampled), ("greedy", greedy)):
         save_episodes(run_dir / "episodes" / f"eval_{step:06d}_{kind}.jsonl", episodes, world["policy"].tokenizer)
-    per_task = {}  # task -> rewards of its valid episodes
-    for episode in filter(is_valid, sampled):
-        per_task.setdefault(episode.task_id, []).append(episode.reward)
-    means = [sum(r) / len(r) for r in per_task.values()]
-    full = [r for r in per_task.values() if len(r) == cfg.eval_trials]  # pass^k needs every trial
-    valid_greedy = [e.reward for e in greedy if is_valid(e)]
+    valid_greedy = [e.reward for e in greedy if e.valid]
     return {
-        "step": step, "eval_mean_at_1": mean_or_none(means), "eval_ci95": bootstrap_ci(means) if means else None,
+        "step": step, **eval_summary([dataclasses.asdict(e) for e in sampled], seed=cfg.seed),
         "eval_greedy": mean_or_none(valid_greedy),
-        "eval_pass_hat_k": {str(k): mean_or_none([pass_hat_k(sum(x >= 1 for x in r), len(r), k) for r in full])
-                            for k in range(1, cfg.eval_trials + 1)},
         "eval_do_nothing": mean_or_none([world["do_nothing"](t) for t in world["eval_ids"]]),
-        "eval_tasks": len(world["eval_ids"]), "eval_outcome_counts": count_outcomes(sampled),
-        "eval_faults": sum(not is_valid(e) for e in sampled + greedy),
-        "eval_mean_faults_as_zero": mean_or_none([e.reward if is_valid(e) else 0.0 for e in sampled]),
-        "user": world["user"].name, "tau2_version": tau2_version(), "policy": world["policy"].name,
-        "split": "synthetic val" if cfg.tasks == "synthetic" else f"{cfg.env} {cfg.eval_split}",
-    }
+        "eval_trials": cfg.eval_trials, "user": world["user"].name, "tau2_version": tau2_version(),
+        "policy": world["policy"].name, "env": cfg.env, "tasks": cfg.tasks,
+        "split": "val" if cfg.tasks == "synthetic" else cfg.eval_split}
 
 
 def mean_or_none(values: list[float]) -> float | None:
@@ -295,7 +283,7 @@ def learn(cfg: Config, world: dict, episodes: list) -> dict:
     """Compare and learn: advantages against siblings, then one GRPO update; memory that runs out halves the budget."""
     shape = (-1, cfg.group_size)
     rewards = torch.tensor([e.reward for e in episodes]).view(shape)  # (P, G)
-    valid = torch.tensor([is_valid(e) for e in episodes]).view(shape)  # (P, G)
+    valid = torch.tensor([e.valid for e in episodes]).view(shape)  # (P, G)
     advantages = group_advantages(rewards, valid, divide_by_std=cfg.loss != "dr_grpo")  # (P, G)
     batch = to_batch(episodes, world["chat"].pad_id)
     while True:
@@ -352,10 +340,11 @@ def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
     """The run folder, the first step to do, and the state of the checkpoint that it goes on from."""
     if not cfg.resume:
         run_dir = Path(cfg.run_dir or f"runs/{cfg.env}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if (run_dir / "metrics.jsonl").exists():
+        if (run_dir / "config.json").exists():
             raise BadInput(f"--run-dir {run_dir} holds a run already; use --resume {run_dir} or another folder")
         run_dir.mkdir(parents=True, exist_ok=True)
         write_config(cfg, run_dir)
+        (run_dir / "metrics.jsonl").touch()
         return run_dir, 0, {}
     run_dir = Path(cfg.resume)
     checkpoint = latest_checkpoint(run_dir)
@@ -417,7 +406,7 @@ def train(cfg: Config) -> Path:
         append_row(metrics_file, row)
         low, high = row["eval_ci95"] or (float("nan"),) * 2
         print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] greedy {row['eval_greedy']} "
-              f"doing nothing {row['eval_do_nothing']} ({row['eval_tasks']} tasks, {row['split']}, user {row['user']})")
+              f"doing nothing {row['eval_do_nothing']} ({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
         plot_run(run_dir)
 
     step, row = first_step, state.get("row")
@@ -426,7 +415,7 @@ def train(cfg: Config) -> Path:
             measure(first_step)
         for step in range(first_step, 0 if cfg.eval_only else cfg.steps):
             # 1. Act: G episodes on each of P tasks with the current policy.
-            started = time.perf_counter()
+            started = [time.perf_counter()]
             memory_gib(policy.model.device)
             policy.model.eval()
             task_ids = pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)
@@ -435,7 +424,9 @@ def train(cfg: Config) -> Path:
                 user=world["user"], task_ids=task_ids, group_size=cfg.group_size, seed=cfg.seed, step=step,
                 temperature=cfg.temperature, max_context=cfg.max_context, max_turns=cfg.max_turns,
                 max_new_tokens=cfg.max_new_tokens, progress=f"rollout {step + 1}/{cfg.steps}")
-            rollout_s, rollout_peak = time.perf_counter() - started, memory_gib(policy.model.device)["vram"]
+            started.append(time.perf_counter())
+            rollout_peak, do_nothing = memory_gib(policy.model.device)["vram"], mean_or_none(
+                [world["do_nothing"](t) for t in task_ids])
             with interrupt_later():
                 # 2. Judge: reward and outcome. An environment fault is not a reward of zero: its episode leaves the group.
                 # 3. Compare: each reward against its siblings on the same task. No critic.
@@ -443,8 +434,9 @@ def train(cfg: Config) -> Path:
                 policy.model.train()
                 learned = learn(cfg, world, episodes)
                 # 5. Report: one JSON line, one console line; now and then an evaluation, a plot, a checkpoint.
-                row = step_row(step + 1, episodes, stats, learned, rollout_s, time.perf_counter() - started - rollout_s)
-                row |= {"rollout_peak_gib": rollout_peak, "rss_gib": memory_gib(policy.model.device)["rss"]}
+                peak = memory_gib(policy.model.device)
+                row = step_row(step + 1, episodes, stats, learned, do_nothing, started)
+                row |= {"rollout_peak_gib": rollout_peak, "update_peak_gib": peak["vram"], "rss_gib": peak["rss"]}
                 save_episodes(run_dir / "episodes" / f"step_{step + 1:06d}.jsonl", episodes, policy.tokenizer)
                 streak["faults"] = streak["faults"] + 1 if row["faults"] > len(episodes) / 2 else 0
                 streak["skipped"] = streak["skipped"] + 1 if row["skipped_updates"] else 0
@@ -452,7 +444,7 @@ def train(cfg: Config) -> Path:
                 if stopping or (step + 1) % cfg.checkpoint_every == 0 or step + 1 == cfg.steps:
                     checkpoint(step + 1, row)
                 append_row(metrics_file, row)
-            print(console_line(row, cfg, mean_or_none([world["do_nothing"](t) for t in task_ids])), flush=True)
+            print(console_line(row, cfg.steps), flush=True)
             if stopping:
                 raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or a non-finite "
                                  f"update: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
@@ -472,22 +464,31 @@ def train(cfg: Config) -> Path:
     return run_dir
 
 
-def step_row(step: int, episodes: list, stats: dict, learned: dict, rollout_s: float, update_s: float) -> dict:
+def step_row(step: int, episodes: list, stats: dict, learned: dict, do_nothing: float, started: list[float]) -> dict:
     """The line of metrics.jsonl for one step; report.METRICS says what each name means."""
-    rewards = torch.tensor([e.reward for e in episodes if is_valid(e)])
-    return {
+    rewards = torch.tensor([e.reward for e in episodes if e.valid])  # (valid episodes,)
+    sampled = torch.tensor([sum(e.response_mask) for e in episodes], dtype=torch.float)  # (B,)
+    context = torch.tensor([len(e.prompt_ids) + len(e.response_ids) for e in episodes], dtype=torch.float)  # (B,)
+    outcomes = [e.outcome for e in episodes]
+    rollout_s, update_s = started[1] - started[0], time.perf_counter() - started[1]
+    return learned | {
         "step": step, "reward_mean": rewards.mean().item() if len(rewards) else None,
-        "reward_std": rewards.std(correction=0).item() if len(rewards) else None,
-        "outcome_counts": count_outcomes(episodes), "faults": sum(not is_valid(e) for e in episodes), **learned,
-        "response_tokens": sum(sum(e.response_mask) for e in episodes),
-        "rollout_tokens_per_s": round(sum(sum(e.response_mask) for e in episodes) / rollout_s, 1),
-        "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3), "tokens_forwarded": stats["tokens_forwarded"]}
+        "reward_std": rewards.std(correction=0).item() if len(rewards) else None, "do_nothing": do_nothing,
+        "outcome_counts": {name: outcomes.count(name) for name in sorted(set(outcomes))},
+        "faults": sum(not e.valid for e in episodes), "episodes": len(episodes),
+        "groups": len({e.uid for e in episodes}), "turns_mean": sum(e.turns for e in episodes) / len(episodes),
+        "response_tokens": sampled.mean().item(), "response_tokens_max": sampled.max().item(),
+        "context_tokens": context.mean().item(), "context_tokens_max": context.max().item(),
+        "tokens_forwarded": stats["tokens_forwarded"], "decode_busy": stats["decode_busy"],
+        "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3),
+        "rollout_tokens_per_s": round(sampled.sum().item() / rollout_s, 1)}
 
 
-def console_line(row: dict, cfg: Config, do_nothing: float) -> str:
+def console_line(row: dict, steps: int) -> str:
     """One line a step, in plain words."""
     counts = " ".join(f"{k} {v}" for k, v in row["outcome_counts"].items())
-    line = f"step {row['step']}/{cfg.steps} reward {row['reward_mean']} (doing nothing {do_nothing:.3f}) {counts}"
+    reward = "none" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
+    line = f"step {row['step']}/{steps} reward {reward} (doing nothing {row['do_nothing']:.3f}) {counts}"
     if row["loss"] is None and not row["skipped_updates"]:
         return line + " | all groups equal, nothing learned this step"
     if row["skipped_updates"]:

@@ -1,0 +1,314 @@
+"""The whole loop, in process and killed from outside, on real tau2 tasks with small policies."""
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train as loop
+from model import latest_checkpoint
+from report import METRICS, read_rows
+from train import BadInput, Config, RunStopped, main, parse_args, pick_tasks, train
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = dict(tasks_per_step=2, group_size=2, eval_tasks=2, max_turns=6, max_new_tokens=24, eval_every=0)
+
+
+def seeded_reward(monkeypatch):
+    """tau2's verdict replaced by a coin of (task, sibling): something to learn from, whatever the policy does."""
+    real = loop.collect
+
+    def judged(**kwargs):
+        episodes, stats = real(**kwargs)
+        for e in episodes:
+            e.reward = float(random.Random(f"{e.task_id}/{e.sibling}/{kwargs['step']}").random() < 0.5)
+        return episodes, stats
+    monkeypatch.setattr(loop, "collect", judged)
+
+
+def test_two_steps_on_real_retail_tasks(tmp_path, capsys):
+    """The spine: tau2's own tasks through rollout, reward, update, files. Guards every joint between the rooms."""
+    run = train(Config(steps=2, tasks="tau2", run_dir=str(tmp_path / "run"), **SMALL | {"eval_every": 2}))
+    out = capsys.readouterr().out
+    assert out.strip().splitlines()[0].startswith("policy: ")
+    assert out.strip().splitlines()[-1] == str(run)
+    rows = read_rows(run / "metrics.jsonl")
+    assert [r["step"] for r in rows if "reward_mean" in r] == [1, 2]
+    assert [r["step"] for r in rows if "eval_mean_at_1" in r] == [0, 2]
+    for row in rows:
+        assert set(row) <= set(METRICS)
+    for row in (r for r in rows if "reward_mean" in r):
+        if row["zero_variance_groups"] == 2:
+            assert row["loss"] is None and row["grad_norm"] is None
+            assert "all groups equal, nothing learned this step" in out
+        assert row["update_peak_gib"] is None and row["rss_gib"] > 0  # no GPU here
+    assert json.loads((run / "config.json").read_text())["lr"] == loop.PRESETS["tiny"]["lr"]
+    assert (run / "plots.png").stat().st_size > 5000 and latest_checkpoint(run).name == "ckpt_000002"
+    episode = json.loads((run / "episodes/step_000001.jsonl").read_text().splitlines()[0])
+    assert episode["messages"][0]["role"] == "assistant" and any(s for _, s in episode["tokens"])
+
+
+def test_seeded_rewards_change_the_weights(tmp_path, monkeypatch):
+    """With something to learn the weights must move: guards a loop that reports without learning."""
+    seeded_reward(monkeypatch)
+    kept = {}
+    real = loop.load_policy
+
+    def load(*args, **kwargs):
+        policy = real(*args, **kwargs)
+        kept["before"] = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+        kept["model"] = policy.model
+        return policy
+    monkeypatch.setattr(loop, "load_policy", load)
+    run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL | {"tasks_per_step": 4, "group_size": 4}))
+    row = read_rows(run / "metrics.jsonl")[0]
+    assert row["grad_norm"] > 0 and row["zero_variance_groups"] < 4 and row["loss"] is not None
+    assert row["logp_gap_max"] < 1e-3
+    moved = [n for n, p in kept["model"].named_parameters() if not torch.equal(p, kept["before"][n])]
+    assert any("self_attn.q_proj" in n for n in moved) and any("sinks" in n for n in moved)
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--env", "hotel"], ["hotel", "retail"]),
+    (["--split", "dev"], ["dev", "test_clean"]),
+    (["--group-size", "1"], ["1", "at least 2"]),
+    (["--loss", "ppo"], ["ppo", "dr_grpo"]),
+    (["--temperature", "nan"], ["nan"]),
+    (["--tasks", "synthetic", "--env", "airline"], ["airline"]),
+    (["--model", "no/such-model-anywhere"], ["no/such-model-anywhere"]),
+    (["--resume", "no/such/run"], ["no/such/run", "config.json"]),
+    (["--user", "llm"], ["--user-model"]),
+    (["--user", "replay", "--user-replay", "no-such-record.jsonl"], ["no-such-record.jsonl"]),
+    (["--user", "policy"], ["--ref-copy"]),
+])
+def test_bad_input_is_one_clear_line_and_exit_code_2(argv, words, capsys, monkeypatch, tmp_path):
+    """A traceback for a typo sends newcomers away."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(argv)
+    except SystemExit as stop:  # tyro's own exit for what it parses
+        code = stop.code
+    err = capsys.readouterr().err
+    flat = " ".join(err.replace("│", " ").split())
+    assert code == 2 and "Traceback" not in err
+    for word in words:
+        assert word in flat, flat
+
+
+def test_resume_refuses_another_run(tmp_path, capsys):
+    """Another group size under the same run name would mix two experiments in one file."""
+    run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL))
+    assert main(["--resume", str(run), "--group-size", "4"]) == 2
+    assert "--group-size was 2, now 4" in capsys.readouterr().err
+    assert main(["--resume", str(run), "--steps", "2", "--lr", "0.0001"]) == 0
+    out = capsys.readouterr().out
+    assert "--lr changes from" in out and "--steps changes from 1 to 2" in out
+    assert [r["step"] for r in read_rows(run / "metrics.jsonl")] == [1, 2]
+    assert main(["--run-dir", str(run)]) == 2  # a second run into the same folder
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_resume_without_checkpoint_is_named(tmp_path, capsys):
+    """A folder that was killed before its first checkpoint: said, not a traceback."""
+    run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL))
+    for checkpoint in run.glob("ckpt_*"):
+        for file in checkpoint.iterdir():
+            file.unlink()
+        checkpoint.rmdir()
+    assert main(["--resume", str(run)]) == 2
+    assert "checkpoint" in capsys.readouterr().err
+
+
+def test_task_sampler_is_a_function_of_seed_and_step():
+    """A sampler with hidden state would give a resumed run other tasks."""
+    ids = [str(i) for i in range(10)]
+    epoch = [t for step in range(3) for t in pick_tasks(ids, 1, step, 3)]
+    assert len(set(epoch)) == 9  # no task twice in an epoch
+    assert pick_tasks(ids, 1, 2, 3) == pick_tasks(ids, 1, 2, 3) != pick_tasks(ids, 2, 2, 3)
+
+
+def test_typed_flags_win_over_the_resumed_config(tmp_path):
+    """--resume takes config.json as the default; only what is typed overrides it."""
+    (tmp_path / "config.json").write_text(json.dumps({"env": "retail", "lr": 0.5, "steps": 9}))
+    cfg = parse_args(["--resume", str(tmp_path), "--steps", "11"])
+    assert (cfg.lr, cfg.steps, cfg.resume) == (0.5, 11, str(tmp_path))
+
+
+def test_faults_stop_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
+    """A dead customer must not become three thousand rewards of zero."""
+    class DeadUser:
+        name = "dead"
+
+        def reply(self, conversations):
+            raise ConnectionError("endpoint is down")
+    monkeypatch.setattr(loop, "ScriptedUser", lambda seed: DeadUser())
+    with pytest.raises(RunStopped, match="user_error"):
+        train(Config(steps=9, run_dir=str(tmp_path / "run"), **SMALL))
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [r["faults"] for r in rows] == [4, 4, 4] and all(r["reward_mean"] is None for r in rows)
+    assert latest_checkpoint(tmp_path / "run").name == "ckpt_000003"
+    assert main(["--run-dir", str(tmp_path / "again"), "--steps", "9", "--tasks-per-step", "2", "--group-size", "2",
+                 "--eval-every", "0"]) == 1
+
+
+def test_nonfinite_updates_stop_the_run(tmp_path, monkeypatch):
+    """NaN in the weights spoils every later checkpoint (trl 6166)."""
+    seeded_reward(monkeypatch)
+    real = loop.group_advantages
+    monkeypatch.setattr(loop, "group_advantages", lambda *a, **k: real(*a, **k) * float("inf"))
+    with pytest.raises(RunStopped, match="skipped 3"):
+        train(Config(steps=9, run_dir=str(tmp_path / "run"), **SMALL | {"group_size": 4, "tasks_per_step": 3}))
+
+
+def test_out_of_memory_halves_and_goes_on(tmp_path, monkeypatch, capsys):
+    """Memory that runs out in one step must not end a night's run."""
+    seeded_reward(monkeypatch)
+    real_collect, real_update, seen = loop.collect, loop.update_policy, []
+
+    def collect_little(**kwargs):
+        seen.append(("batch", kwargs["max_batch"]))
+        if kwargs["max_batch"] > 128:
+            raise torch.OutOfMemoryError("planted")
+        return real_collect(**kwargs)
+
+    def update_little(*args, **kwargs):
+        seen.append(("tokens", kwargs["max_tokens_per_micro_batch"]))
+        if len([s for s in seen if s[0] == "tokens"]) == 1:
+            raise MemoryError("planted")
+        return real_update(*args, **kwargs)
+    monkeypatch.setattr(loop, "collect", collect_little)
+    monkeypatch.setattr(loop, "update_policy", update_little)
+    run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL | {"group_size": 4}))
+    assert [s for s in seen if s[0] == "batch"] == [("batch", 256), ("batch", 128)]
+    tokens = [s[1] for s in seen if s[0] == "tokens"]
+    assert tokens[1] == tokens[0] // 2
+    assert len(read_rows(run / "metrics.jsonl")) == 1 and "ran out of memory" in capsys.readouterr().out
+
+
+def test_full_disk_names_the_checkpoint(tmp_path, monkeypatch):
+    """A full disk must not leave half a checkpoint that looks whole."""
+    real = loop.save_checkpoint
+
+    def full(folder, *args, **kwargs):
+        if "000002" in str(folder):
+            raise OSError(28, "No space left on device")
+        return real(folder, *args, **kwargs)
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    with pytest.raises(RunStopped, match="No space left"):
+        train(Config(steps=2, checkpoint_every=1, run_dir=str(tmp_path / "run"), **SMALL))
+    assert latest_checkpoint(tmp_path / "run").name == "ckpt_000001"
+
+
+def stable(rows):
+    """Rows without what METRICS calls volatile (times, memory)."""
+    return [{k: v for k, v in row.items() if not METRICS[k].volatile} for row in rows]
+
+
+def child_run(argv, coin):
+    """A training process to be killed; `coin` replaces the reward so that there is something to lose."""
+    import train as child
+    real = child.collect
+
+    def judged(**kwargs):
+        episodes, stats = real(**kwargs)
+        for e in episodes:
+            e.reward = float(random.Random(f"{e.task_id}/{e.sibling}/{kwargs['step']}").random() < 0.5)
+        return episodes, stats
+    if coin:
+        child.collect = judged
+    sys.stdout = open(os.devnull, "w")
+    sys.stderr = open(os.devnull, "w")
+    sys.exit(child.main(argv))
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_ends_with_the_same_rows(tmp_path):
+    """SIGKILL at random moments, also in a checkpoint write and in a plot: every stable number of metrics.jsonl equal."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["train"])
+    sizes = ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4", "--eval-every", "3", "--max-turns", "5",
+             "--max-new-tokens", "16", "--checkpoint-every", "2", "--steps", "8"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    started = time.time()
+    child = context.Process(target=child_run, args=(sizes + ["--run-dir", str(whole)], True))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    pace = (time.time() - started) / 8
+    rng, kills, argv = random.Random(5), 0, sizes + ["--run-dir", str(killed)]
+    for attempt in range(400):
+        child = context.Process(target=child_run, args=(argv, True))
+        child.start()
+        wait_for = rng.choice(["time", "time", "ckpt", "plot"]) if kills < 20 else None
+        deadline = time.time() + rng.uniform(0.3, 4.0) * pace + 2
+        while child.is_alive() and kills < 20 and time.time() < deadline:
+            if wait_for == "ckpt" and any(p.name.startswith((".", "tmp")) or p.name.endswith(".tmp")
+                                          for p in killed.glob("*ckpt*")):
+                break
+            if wait_for == "plot" and any(killed.glob("*plots*tmp*")):
+                break
+            time.sleep(0.002)
+        if child.is_alive() and kills < 20:
+            os.kill(child.pid, signal.SIGKILL)
+            kills += 1
+        child.join()
+        if child.exitcode == 0:
+            break
+        try:
+            latest_checkpoint(killed)
+            argv = ["--resume", str(killed)]
+        except (ValueError, OSError):  # killed before the first checkpoint: start over, as a person would
+            subprocess.run(["rm", "-rf", str(killed)], check=True)
+            argv = sizes + ["--run-dir", str(killed)]
+    assert kills >= 20 and child.exitcode == 0
+    left, right = stable(read_rows(whole / "metrics.jsonl")), stable(read_rows(killed / "metrics.jsonl"))
+    assert left == right
+    assert max(r["grad_norm"] or 0 for r in left if "grad_norm" in r) > 0
+
+
+def test_ctrl_c_leaves_a_run_that_resumes(tmp_path):
+    """Exit code 130, a checkpoint of the last whole step, and a way on."""
+    argv = ["--steps", "500", "--tasks-per-step", "2", "--group-size", "2", "--eval-every", "0", "--max-turns", "4",
+            "--checkpoint-every", "400", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([sys.executable, "train.py"] + argv, cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, text=True)
+    try:
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(60) == 130 and "--resume" in rest
+    finally:
+        process.kill()
+    done = read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert latest_checkpoint(tmp_path / "run").name == f"ckpt_{done:06d}" and done >= 2
+    assert main(["--resume", str(tmp_path / "run"), "--steps", str(done + 1)]) == 0
+    assert read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == done + 1
+
+
+def test_saved_policy_loads_with_plain_transformers(tmp_path):
+    """What a run leaves must be usable without this repository."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL))
+    model = AutoModelForCausalLM.from_pretrained(run / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(run / "policy")
+    ids = tokenizer("cancel order #W2378156", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all() and model.config.model_type == "gpt_oss"
+
+
+def test_eval_only_measures_and_stops(tmp_path):
+    """--eval-only must not train, and must say what was measured with whom."""
+    run = train(Config(eval_only=True, run_dir=str(tmp_path / "run"), **SMALL | {"eval_trials": 2}))
+    rows = read_rows(run / "metrics.jsonl")
+    assert len(rows) == 1 and rows[0]["user"] == "scripted" and rows[0]["tau2_version"].startswith("26.")
+    assert set(rows[0]["eval_pass_hat_k"]) == {"1", "2"} and not list(run.glob("ckpt_*"))
+    with pytest.raises(BadInput):
+        train(Config(eval_only=True, run_dir=str(run)))
