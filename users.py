@@ -325,7 +325,8 @@ def scripted_turn(conversation) -> UserTurn:
     texts = {role: [m["content"] for m in messages if m["role"] == role and m.get("content")]
              for role in ("assistant", "user")}
     me = Hearing(script_of(conversation.scenario), texts["assistant"], texts["user"], conversation.seed, len(messages))
-    return UserTurn(text=scripted_text(me))
+    own = device_turn(me, conversation) if conversation.user_tools and me.said else None
+    return own or UserTurn(text=scripted_text(me))
 
 
 def scripted_text(me: Hearing) -> str:
@@ -485,6 +486,104 @@ def reason_clause(sentence: str) -> str:
     """The reason alone: "I want to cancel it because I no longer need it." -> "Because I no longer need it." """
     m = re.search(r"\b(because|since|due to|as it)\b.*", sentence)
     return m.group(0)[:1].upper() + m.group(0)[1:] if m else sentence
+
+
+# ------------------------------------------------------------------ ScriptedUser: the customer's own device (telecom)
+LOOK_WORDS = r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|verify|tell|returns|measures?|run|try|can you|send)\b"
+CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|grants?|allow|"
+                r"gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
+AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can)\b|\b(shall|should|may|can) i\b|(want|like) me to"
+DEVICE_SYNONYMS = (
+    (r"wi-fi", "wifi"), (r"re-insert", "reinsert"), (r"re-seat", "reseat"), (r"power[- ]cycl\w+|restart\w*", "reboot"),
+    (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"), (r"(turn|switch) off (your |the )?vpn|disable "
+    r"(your |the )?vpn", "disconnect vpn"), (r"mode preference|network type|preferred network", "network mode preference"))
+
+
+def device_words(text: str) -> set[str]:
+    text = text.lower().replace("_", " ")
+    for pattern, word in DEVICE_SYNONYMS:
+        text = re.sub(pattern, word, text)
+    return content_words(text)
+
+
+def requested_tool(text: str, tools: list[dict]) -> dict | None:
+    """The tool that the agent's words ask for: they share its rarest words, above all those of its name; or None."""
+    text = " ".join(s for s in split_sentences(text) if not re.search(AGENT_ACTS, s.lower()))
+    looks, changes = (m.start() if m else 10 ** 6 for m in (re.search(p, text.lower()) for p in (LOOK_WORDS, CHANGE_WORDS)))
+    asked = device_words(text)
+    words = {t["name"]: device_words(t["name"] + " " + t["description"]) for t in tools}
+
+    def score(tool: dict) -> float:
+        name = device_words(tool["name"])
+        core = name - {"check", "statu", "run", "toggl", "set", "devic", "setting"}
+        shared = sum((3 if w in name else 1) / sum(w in v for v in words.values()) for w in asked & words[tool["name"]])
+        reads = bool(re.match(r"check|run|can", tool["name"]))
+        return (shared + (len(core) if core <= asked else 0)) * (1.0 if min(looks, changes) < 10 ** 6 and
+                                                                 reads == (looks < changes) else 0.15)
+
+    best = max(tools, key=score)
+    return best if score(best) >= 0.5 else None
+
+
+def tool_arguments(tool: dict, text: str) -> dict | None:
+    """Arguments that the agent's words give: an allowed value, or the word before "app" / "permission"; None: missing."""
+    low, parameters, values = text.lower(), tool["parameters"], {}
+    for name in parameters.get("required", []):
+        kind = json.dumps(parameters["properties"][name])
+        allowed = [v for d in parameters.get("$defs", {}).values() if f"/{d['title']}\"" in kind for v in d.get("enum", [])]
+        spoken = {w for w in re.findall(r"\w+", low.replace("_", " "))}
+        if allowed:
+            best = max(allowed, key=lambda v: (len(spoken & set(v.split("_"))), v in low))
+            found = best if spoken & set(best.split("_")) else None
+        else:
+            what = name.split("_")[0]
+            hits = re.findall(rf"\b(?!(?:the|your|this|that|an?|each|specific|default|any|app|to|of|which|following)\b)(\w+)['\"]? {what}"
+                              rf"|\b{what}s?:? (?:is |called |named )?['\"](\w+)", low)
+            found = next((a or b for a, b in hits), None)
+        if found is None:
+            return None
+        values[name] = found
+    return values
+
+
+def device_turn(me: Hearing, conversation) -> UserTurn | None:
+    """Carry out what the agent asks for with the customer's own tools and report what they return.
+
+    One action for each message (tau2's guideline); a switch that ended up on the wrong side is pressed again; whether
+    the issue is over is looked up, never made up. None: the message is not about the device.
+    """
+    tools, messages = [t["function"] for t in conversation.user_tools], conversation.messages
+    start = max(i for i, m in enumerate(messages) if m["role"] == "assistant")
+    calls = [c for m in messages[start:] for c in m.get("tool_calls") or []]
+    results = [m["content"] for m in messages[start:] if m["role"] == "tool"]
+    text = me.heard[-1]
+    low = re.sub(r"\bon (or|/) off\b", "", text.lower())
+    goal = " ".join(me.sentences()).lower()
+    check = "can_send_mms" if "mms" in goal else "run_speed_test" if "internet" in goal else "check_status_bar"
+    closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|(working|works?) (now|again|fine|properly)|now work", low)
+    if results:
+        wanted, state = (re.search(r"\bon\b|enable|\boff\b|disable", t) for t in (low, results[-1].lower()))
+        if "toggle" in calls[-1]["name"] and len(calls) == 1 and wanted and state and \
+                (wanted[0] in ("on", "enable")) != (state[0] in ("on", "enable")):
+            return UserTurn(tool_calls=calls)
+        report = "; ".join(results[-1].split("\n"))
+        if closing and calls[-1]["name"] == check:
+            good = re.search("excellent" if check == "run_speed_test" else "can send|signal|poor|fair|good|excellent", report.lower()) \
+                and not re.search(r"cannot|no signal|airplane", report.lower())
+            return UserTurn(text=f"It works now, thank you! {USER_STOP}" if good else f"It still does not work. {report}")
+        return UserTurn(text=report)
+    if re.search(AGENT_SAYS["transfer"], low):
+        return None
+    tool = None if set(asked_topics(low)) & {"name", "phone", "email", "address"} else requested_tool(text, tools)
+    if closing and not tool:
+        return UserTurn(tool_calls=[{"name": check, "arguments": {}}])
+    if not tool:
+        return UserTurn(text="I do not know how to do that on my phone.") if re.search(r"^please|could you|can you", low) and \
+            not asked_topics(low) and not re.search(AGENT_SAYS["confirm"], low) else None
+    arguments = tool_arguments(tool, text)
+    if arguments is None:
+        return UserTurn(text="Which one exactly do you mean?")
+    return UserTurn(tool_calls=[{"name": tool["name"], "arguments": arguments}])
 
 
 # ------------------------------------------------------------------ customers that a model plays
