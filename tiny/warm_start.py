@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
+from transformers import GptOssForCausalLM
 
 from attention import pack_layout, use_sink_attention
 from chat import load_chat
@@ -108,6 +109,7 @@ ANYTHING_ELSE = "Is there anything else?"
 GREETING = "Hi! How can I help you today?"
 VOCABULARY = 1408
 MUON_LR, ADAM_LR = 0.005, 1.5e-3
+COPIED = 0.9  # share of repeated tokens right at which the copying curriculum gives way to conversations
 
 
 def whole_words() -> list[str]:
@@ -236,7 +238,7 @@ def make_demos(n: int, seed: int, split: str, chat, levels=None) -> list[Demo]:
     from users import ScriptedUser
     tasks = make_tasks(n, seed, split, levels)
     env = Tau2Env("retail", tasks=tasks)
-    return [demonstrate(task, chat, env, ScriptedUser()) for task in tqdm(tasks, desc=f"demonstrations {split}")]
+    return [demonstrate(task, chat, env, ScriptedUser()) for task in tqdm(tasks, desc=f"demonstrations {split}", mininterval=10)]
 
 
 # ---- batches
@@ -313,7 +315,7 @@ def make_optimizers(model) -> tuple:
     return muon, torch.optim.AdamW(rest, lr=ADAM_LR, betas=(0.9, 0.98), weight_decay=0.0)
 
 
-def save_stage(folder: Path, model, tokenizer, optimizers, step: int) -> None:
+def save_stage(folder: Path, model, tokenizer, optimizers, step: int, copied: bool) -> None:
     """A policy folder like any other, plus the optimizers' tensors so that the run can go on from here."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -322,11 +324,11 @@ def save_stage(folder: Path, model, tokenizer, optimizers, step: int) -> None:
         for j, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     save_file(tensors, folder / "optimizers.safetensors")
-    (folder / "stage.json").write_text(json.dumps({"step": step}))  # written last: its presence means complete
+    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}))  # written last: its presence means complete
 
 
-def load_stage(folder: Path, model, optimizers) -> int:
-    """Put weights and optimizers back; returns the number of steps done."""
+def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
+    """Put weights and optimizers back; returns (steps done, copying learned)."""
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)  # the tied head is not in the file
     tensors = load_file(folder / "optimizers.safetensors")
     for i, optimizer in enumerate(optimizers):
@@ -336,4 +338,104 @@ def load_stage(folder: Path, model, optimizers) -> int:
             if int(which) == i:
                 state["state"].setdefault(int(j), {})[key] = value
         optimizer.load_state_dict(state)
-    return json.loads((folder / "stage.json").read_text())["step"]
+    stage = json.loads((folder / "stage.json").read_text())
+    return stage["step"], stage["copied"]
+
+
+def training_batch(step: int, seed: int, copied: bool, demos: list[Demo], tokens: list[int]) -> list[Demo]:
+    """The step's sequences, a function of the step alone so that a resumed run sees the same: copying first, then talk."""
+    rng = random.Random(f"warm/{seed}/{step}")
+    digits = tokens[:len(tokens) // 2]  # see copy_tokens
+    copy_rows, talks = (2, 14) if copied else (14, 6)
+    batch = [copy_batch(rng, rng.choice((tokens, digits)), 1, 160)[0] for _ in range(copy_rows)]
+    return batch + rng.sample(demos, talks)
+
+
+def copy_tokens(tokenizer) -> list[int]:
+    """Ids for the copying curriculum: the first half numbers (as often as needed), the second every other token."""
+    number = [i for token, i in tokenizer.get_vocab().items() if token.isdigit()]
+    other = [i for token, i in tokenizer.get_vocab().items() if not token.isdigit() and i >= len(SPECIAL_TOKENS)]
+    number, other = sorted(number), sorted(other)
+    return [number[i % len(number)] for i in range(len(other))] + other
+
+
+def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float = 1.0, demos: int = 4000) -> Path:
+    """Train the small policy and leave it in `out`; goes on from the last snapshot in `work` when there is one.
+
+    Args:
+        minutes: of training in this call; the demonstrations before it take a minute or two more. until: stop once `held_out`'s "sampled" reaches this.
+        work: folder of the snapshots, one a few hundred steps, each a policy folder of its own.
+    """
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    snapshots = Path(work)
+    snapshots.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tokenizer()
+    chat = load_chat(tokenizer)
+    model = use_sink_attention(GptOssForCausalLM(policy_config(tokenizer)))
+    optimizers, step, copied = make_optimizers(model), 0, False
+    done = sorted(path.parent for path in snapshots.glob("step_*/stage.json"))
+    if done:
+        step, copied = load_stage(done[-1], model, optimizers)
+    train, held, tokens = make_demos(demos, seed, "train", chat), make_demos(64, 1, "val", chat), copy_tokens(tokenizer)
+    log, started = Path(out) / "warm_start.log", time.time()
+    say(log, f"{'resumed at' if done else 'start:'} step {step}, {sum(p.numel() for p in model.parameters())} parameters, "
+             f"vocabulary {len(tokenizer)}, {len(train)} demonstrations, 1 thread, torch {torch.__version__}")
+    score, seen = {"sampled": 0.0}, 0
+    while time.time() - started < 60 * minutes and score["sampled"] < until:
+        batch = training_batch(step, seed, copied, train, tokens)
+        loss, copy_hits, talk_hits = learn(model, optimizers, batch, min(1.0, (step + 1) / 30))
+        step, seen = step + 1, seen + sum(len(demo.ids) for demo in batch)
+        if step % 50 == 0:
+            score = held_out(model, held)
+            say(log, f"step {step} {'talk' if copied else 'copy'} loss {loss:.3f} copy_accuracy {copy_hits:.3f} "
+                     f"agent_accuracy {talk_hits:.3f} | held out: token_accuracy {score['token_accuracy']:.4f} "
+                     f"greedy {score['greedy']:.3f} sampled {score['sampled']:.3f} | "
+                     f"{seen / (time.time() - started):.0f} tokens/s {(time.time() - started) / 60:.1f} min")
+            copied = copied or copy_hits > COPIED
+        if step % 200 == 0:
+            save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
+    save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    say(log, f"done at step {step}: {json.dumps(score)}, saved in {Path(out).name}")
+    return Path(out)
+
+
+def learn(model, optimizers, batch: list[Demo], warmth: float) -> tuple[float, float, float]:
+    """One step on the agent's tokens; returns (loss, share of copy tokens right, share of agent tokens right)."""
+    log_probs, hits = agent_log_probs(model, batch)
+    loss = -log_probs.mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer, rate in zip(optimizers, (MUON_LR, ADAM_LR)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * warmth
+        optimizer.step()
+        optimizer.zero_grad()
+    copies = sum(sum(demo.agent) for demo in batch if demo.task_id == "copy")  # they come first in the batch
+    return loss.item(), hits[:copies].float().mean().item(), hits[copies:].float().mean().item()
+
+
+def say(log: Path, line: str) -> None:
+    """Print and keep."""
+    print(line, flush=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as file:
+        file.write(line + "\n")
+
+
+def warm_start_main() -> None:
+    """Rebuild the small policy: tokenizer and weights, from nothing."""
+    parser = argparse.ArgumentParser(description=warm_start_main.__doc__)
+    parser.add_argument("--out", default="tiny/policy", help="policy folder to write")
+    parser.add_argument("--minutes", type=float, default=60, help="stop after this many minutes")
+    parser.add_argument("--work", default="runs/warm_start", help="snapshots; an interrupted run goes on from the last")
+    parser.add_argument("--seed", type=int, default=0, help="weights, tasks and batches")
+    parser.add_argument("--until", type=float, default=1.0, help="stop once unseen conversations are this likely")
+    args = parser.parse_args()
+    warm_start(args.out, args.minutes, args.work, args.seed, args.until)
+
+
+if __name__ == "__main__" and "__file__" in globals():
+    warm_start_main()
