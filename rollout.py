@@ -12,14 +12,13 @@ Why the sampled policy is the scored policy:
 - A LogitsProcessor draws the token (Gumbel-argmax, one random stream per episode), records its log-prob under the
   very distribution it was drawn from, and forces it. The model's own generation_config takes no part.
 """
-import argparse
 import hashlib
 import json
 import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -58,18 +57,22 @@ class Episode:
 @dataclass(eq=False)
 class Row:
     """One append-only token sequence. The same `key` draws the same noise in any batch, in any order."""
-    ids: list[int]
+    ids: list[int]           # starts as []: `hear` brings the prompt
     key: str = ""
     room: int = sys.maxsize  # tokens; ids never grow beyond it
+    mask: list[int] = field(default_factory=list)         # beside ids: 1 = sampled
+    log_probs: list[float] = field(default_factory=list)  # beside ids: nats, 0.0 on observed tokens
     sampled: list[int] = field(default_factory=list)      # this turn
-    log_probs: list[float] = field(default_factory=list)  # of `sampled`, nats
     done: bool = False       # the turn is over: stop token, length limit or no room
-    drawn: int = 0           # tokens sampled, all turns
     noise: tuple[int, Tensor] | None = None
 
     def hear(self, ids: list[int]) -> None:
         """Append observed tokens; a new turn begins."""
-        self.ids, self.sampled, self.log_probs, self.done = self.ids + ids, [], [], False
+        self.add(ids, 0, [0.0] * len(ids))
+        self.sampled, self.done = [], False
+
+    def add(self, ids: list[int], sampled: int, log_probs: list[float]) -> None:
+        self.ids, self.mask, self.log_probs = self.ids + ids, self.mask + [sampled] * len(ids), self.log_probs + log_probs
 
     def gumbel(self, index: int, vocab: int, device: torch.device) -> Tensor:
         """(V,) noise for the index-th token of this row; drawn in blocks, each seeded by (key, block number)."""
@@ -91,12 +94,13 @@ class DrawAndRecord(LogitsProcessor):
 
     def __init__(self, rows: list[Row], temperature: float):
         self.rows, self.temperature, self.log_probs = rows, temperature, []  # log_probs: (B,) a step
+        self.drawn = [sum(row.mask) for row in rows]  # tokens sampled so far
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = keyed = scores / (self.temperature or 1.0)  # (B, V) fp32
         if self.temperature > 0:
-            step = len(self.log_probs)
-            keyed = logits + torch.stack([r.gumbel(r.drawn + step, scores.shape[1], scores.device) for r in self.rows])
+            keyed = logits + torch.stack([row.gumbel(n + len(self.log_probs), scores.shape[1], scores.device)
+                                          for row, n in zip(self.rows, self.drawn)])
         token = keyed.argmax(-1, keepdim=True)  # (B, 1)
         self.log_probs.append(logits.gather(1, token).squeeze(1) - logits.logsumexp(-1))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
@@ -246,8 +250,8 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
     for i, (row, new, logp) in enumerate(zip(rows, out[:, 1:].tolist(), torch.stack(draw.log_probs, 1).tolist())):
         kept = next((j + 1 for j, token in enumerate(new[:budget[i]]) if token in stop_ids), min(budget[i], len(new)))
         row.done = new[kept - 1] in stop_ids or kept == budget[i]
-        row.ids, row.sampled = row.ids + new[:kept], row.sampled + new[:kept]
-        row.log_probs, row.drawn = row.log_probs + logp[:kept], row.drawn + kept
+        row.sampled = row.sampled + new[:kept]
+        row.add(new[:kept], 1, logp[:kept])
         cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1)
         for name, more in (("tokens_forwarded", kept), ("sampled_tokens", kept), ("slots_forwarded", len(new)),
                            ("decode_slots", len(new)), ("rounds", i == 0)):
@@ -306,7 +310,7 @@ def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, te
         hear_users(live, user)
         late = time_limit_s is not None and time.perf_counter() - started > time_limit_s
         for talk in live:
-            hand_over(talk, chat, seed, max_context, max_turns, late)
+            hand_over(talk, chat, max_context, max_turns, late)
         bar.update(sum(close_talk(t) for t in live if t.waiting() is None))
         live = [t for t in live if t.waiting() is not None]
         if live:
@@ -324,67 +328,63 @@ def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, te
 
 
 def hear_users(live: list[Talk], user) -> None:
-    """Every conversation that waits for its customer gets a turn, all in one call (again while device actions run)."""
+    """Every conversation that waits for its customer gets a turn, all in one call (again while device actions run).
+
+    Before the policy's first turn siblings are asked as one: the group shares its prompt, whoever plays the customer.
+    """
     while waiting := [t for t in live if t.waiting() == "user"]:
+        asked: dict = {}
+        for talk in waiting:
+            asked.setdefault(id(talk) if talk.row.ids else talk.episode.uid, []).append(talk)
+        heads = [talks[0] for talks in asked.values()]
+        told = [replace(c := t.env.conversation, key=f"{c.key}/{t.episode.sibling}") for t in heads]
         try:
-            turns = user.reply([t.env.conversation for t in waiting])
+            turns = user.reply(told)
         except Exception:  # asked again one by one: the fault stays with the conversation that raises it
-            turns = [t.guard("user_error", lambda t=t: user.reply([t.env.conversation])[0]) for t in waiting]
-        for talk, turn in zip(waiting, turns):
-            if not talk.episode.outcome:
-                talk.guard("env_error", talk.env.hear, turn)
+            turns = [t.guard("user_error", lambda c=c: user.reply([c])[0]) for t, c in zip(heads, told)]
+        for talks, turn in zip(asked.values(), turns):
+            for talk in talks:
+                talk.episode.outcome, talk.episode.fault = talks[0].episode.outcome, talks[0].episode.fault
+                if not talk.episode.outcome:
+                    talk.guard("env_error", talk.env.hear, turn)
 
 
-def hand_over(talk: Talk, chat, seed: int, max_context: int, max_turns: int, late: bool) -> None:
+def hand_over(talk: Talk, chat, max_context: int, max_turns: int, late: bool) -> None:
     """Show the policy what it has to answer: the prompt at first, later what its turn is followed by. Or end here."""
-    env, episode, row = talk.env, talk.episode, talk.row
-    if talk.waiting() != "agent":
+    env, row = talk.env, talk.row
+    if talk.waiting() != "agent" or row.sampled and not row.done:
         return
-    new = []
-    if not row.ids:
-        new = chat.prompt_ids(env.policy, env.tools, env.new_messages)
-    elif row.done:
-        new = chat.suffix_ids(row.sampled, env.new_messages)
-    limits = {"time limit": late, "turn limit": episode.turns >= max_turns,
-              "context limit": len(row.ids) + len(new) >= max_context}
-    if any(limits.values()):
-        talk.guard("env_error", env.fail, "truncated", next(k for k, passed in limits.items() if passed))
-    elif not row.ids:
-        episode.prompt_ids, row.room = new, max_context
-        row.hear(new)
-    elif row.done:
-        episode.response_ids += new
-        episode.response_mask += [0] * len(new)
-        episode.rollout_log_probs += [0.0] * len(new)
-        row.hear(new)
+    new = chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
+        env.policy, env.tools, env.new_messages)
+    limit = "time limit" if late else "turn limit" if talk.episode.turns >= max_turns else ""
+    limit = "context limit" if len(row.ids) + len(new) >= max_context else limit
+    if limit:
+        talk.guard("env_error", env.fail, "truncated", limit)
+        return
+    talk.episode.prompt_ids, row.room = talk.episode.prompt_ids or new, max_context
+    row.hear(new)
 
 
 def take_turn(talk: Talk, chat) -> None:
-    """A turn that is over becomes part of the episode and goes to the environment."""
-    row, episode = talk.row, talk.episode
-    if not row.done:
-        return
-    episode.turns += 1
-    episode.response_ids += row.sampled
-    episode.response_mask += [1] * len(row.sampled)
-    episode.rollout_log_probs += row.log_probs
-    if len(row.ids) >= row.room and row.ids[-1] not in chat.stop_ids:
+    """A turn that is over goes to the environment."""
+    row = talk.row
+    talk.episode.turns += row.done
+    if row.done and len(row.ids) >= row.room and row.ids[-1] not in chat.stop_ids:
         talk.guard("env_error", talk.env.fail, "truncated", "context limit")
-    else:
+    elif row.done:
         talk.guard("env_error", talk.env.act, chat.parse(row.sampled))
 
 
 def close_talk(talk: Talk) -> bool:
-    """Write the end into the episode. What the world broke has no reward."""
-    episode, env = talk.episode, talk.env
-    result = None if episode.outcome else talk.guard("env_error", env.result)
-    if result:
+    """Write tokens and end into the episode. What the world broke has no reward."""
+    episode, env, row = talk.episode, talk.env, talk.row or Row([])
+    if result := None if episode.outcome else talk.guard("env_error", env.result):
         info = result[4]
         episode.outcome, episode.fault, episode.reward_info = info["outcome"], info.get("fault"), info.get("reward_info")
         episode.reward = float(result[1]) if episode.valid else 0.0
-    episode.messages = list(getattr(env, "transcript", []))
-    if env is not None:
-        env.close()
+    start = len(episode.prompt_ids)
+    episode.response_ids, episode.response_mask = row.ids[start:], row.mask[start:]
+    episode.rollout_log_probs, episode.messages = row.log_probs[start:], list(getattr(env, "transcript", []))
     return True
 
 
@@ -423,6 +423,6 @@ def show_episode(where: str) -> None:
 
 
 if __name__ == "__main__" and "__file__" in globals():
-    parser = argparse.ArgumentParser(description="Print an episode, the policy's own tokens in green.")
-    parser.add_argument("--show", required=True, metavar="FILE[:N]", help="an episode file, and a line from 0")
-    show_episode(parser.parse_args().show)
+    if len(sys.argv) != 3 or sys.argv[1] != "--show":
+        sys.exit("usage: python rollout.py --show FILE[:N]")
+    show_episode(sys.argv[2])
