@@ -475,12 +475,12 @@ def step_row(step: int, episodes: list, stats: dict, learned: dict, do_nothing: 
         "step": step, "reward_mean": rewards.mean().item() if len(rewards) else None,
         "reward_std": rewards.std(correction=0).item() if len(rewards) else None, "do_nothing": do_nothing,
         "outcome_counts": {name: outcomes.count(name) for name in sorted(set(outcomes))},
-        "faults": sum(not e.valid for e in episodes), "episodes": len(episodes),
+        "faults": sum(not e.valid for e in episodes), "episodes": len(episodes), "episodes_valid": len(rewards),
         "groups": len({e.uid for e in episodes}), "turns_mean": sum(e.turns for e in episodes) / len(episodes),
         "response_tokens": sampled.mean().item(), "response_tokens_max": sampled.max().item(),
-        "context_tokens": context.mean().item(), "context_tokens_max": context.max().item(),
-        "tokens_forwarded": stats["tokens_forwarded"], "decode_busy": stats["decode_busy"],
-        "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3),
+        "context_tokens": context.mean().item(),
+        **{k: stats[k] for k in ("sampled_tokens", "tokens_forwarded", "slots_forwarded", "busy_share", "rounds")},
+        "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3), "step_s": round(rollout_s + update_s, 3),
         "rollout_tokens_per_s": round(sampled.sum().item() / rollout_s, 1)}
 
 
