@@ -537,8 +537,8 @@ def tool_arguments(tool: dict, text: str) -> dict | None:
             found = best if spoken & set(best.split("_")) else None
         else:
             what = name.split("_")[0]
-            hits = re.findall(rf"\b(?!(?:the|your|this|that|an?|each|specific|default|any|app|to|of|which|following)\b)(\w+)['\"]? {what}"
-                              rf"|\b{what}s?:? (?:is |called |named )?['\"](\w+)", low)
+            hits = re.findall(rf"\b{what}s?(?: name)?:? (?:is |called |named )?['\"](\w+)|\b(?!(?:the|your|this|that|an?|each|to|of|"
+                              rf"specific|default|any|app|which|following)\b)(\w+)['\"]? {what}", low)
             found = next((a or b for a, b in hits), None)
         if found is None:
             return None
@@ -558,13 +558,13 @@ def device_turn(me: Hearing, conversation) -> UserTurn | None:
     results = [m["content"] for m in messages[start:] if m["role"] == "tool"]
     text = me.heard[-1]
     low = re.sub(r"\bon (or|/) off\b", "", text.lower())
-    goal = " ".join(me.sentences()).lower()
+    goal = " ".join([*me.script.wishes, *(s for s in me.sentences() if "issue resolved" in s)]).lower()
     check = "can_send_mms" if "mms" in goal else "run_speed_test" if "internet" in goal else "check_status_bar"
     closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|(working|works?) (now|again|fine|properly)|now work", low)
     if results:
-        wanted, state = (re.search(r"\bon\b|enable|\boff\b|disable", t) for t in (low, results[-1].lower()))
-        if "toggle" in calls[-1]["name"] and len(calls) == 1 and wanted and state and \
-                (wanted[0] in ("on", "enable")) != (state[0] in ("on", "enable")):
+        wanted = re.search(r"\b(?:turn|switch|toggle|put)\b[^.]*?\b(on|off)\b(?! your)|\b(enable|disable)\b", low)
+        state = re.search(r"is now (on|off)", results[-1].lower())
+        if len(calls) == 1 and wanted and state and ((wanted[1] or wanted[2]) in ("on", "enable")) != (state[1] == "on"):
             return UserTurn(tool_calls=calls)
         report = "; ".join(results[-1].split("\n"))
         if closing and calls[-1]["name"] == check:
@@ -574,7 +574,7 @@ def device_turn(me: Hearing, conversation) -> UserTurn | None:
         return UserTurn(text=report)
     if re.search(AGENT_SAYS["transfer"], low):
         return None
-    tool = None if set(asked_topics(low)) & {"name", "phone", "email", "address"} else requested_tool(text, tools)
+    tool = None if re.search(r"\b(full|your) name|phone number|e-?mail|address", low) else requested_tool(text, tools)
     if closing and not tool:
         return UserTurn(tool_calls=[{"name": check, "arguments": {}}])
     if not tool:
