@@ -19,12 +19,12 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
 WORLD_FAULTS = ("user_error", "env_error")  # outcomes that are nobody's merit: no reward, out of the group
@@ -90,11 +90,13 @@ def stable_seed(*parts) -> int:
 
 
 class DrawAndRecord(LogitsProcessor):
-    """Draws each row's next token, notes its log-prob and forces it on the caller's argmax."""
+    """Draws each row's next token, notes its log-prob and forces it on the caller's argmax; says whose turn is over."""
 
-    def __init__(self, rows: list[Row], temperature: float):
-        self.rows, self.temperature, self.log_probs = rows, temperature, []  # log_probs: (B,) a step
-        self.drawn = [sum(row.mask) for row in rows]  # tokens sampled so far
+    def __init__(self, rows: list[Row], temperature: float, pause_below: float, stop_ids: Tensor, budget: Tensor):
+        self.rows, self.temperature, self.pause_below = rows, temperature, pause_below
+        self.stop_ids, self.budget, self.ended = stop_ids, budget, torch.zeros_like(budget, dtype=torch.bool)  # (B,)
+        self.log_probs: list[Tensor] = []             # (B,) a step
+        self.drawn = [sum(row.mask) for row in rows]  # tokens sampled before this call
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logits = keyed = scores / (self.temperature or 1.0)  # (B, V) fp32
@@ -105,18 +107,11 @@ class DrawAndRecord(LogitsProcessor):
         self.log_probs.append(logits.gather(1, token).squeeze(1) - logits.logsumexp(-1))
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
-
-class TurnOver(StoppingCriteria):
-    """A row's turn ends with a stop token or its budget; all pause once too few rows still write."""
-
-    def __init__(self, stop_ids: Tensor, budget: Tensor, pause_below: float):
-        self.stop_ids, self.budget, self.pause_below, self.steps = stop_ids, budget, pause_below, 0
-        self.over = torch.zeros_like(budget, dtype=torch.bool)  # (B,)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
-        self.steps += 1
-        self.over = self.over | torch.isin(input_ids[:, -1], self.stop_ids) | (self.budget <= self.steps)
-        return self.over | ((~self.over).sum() < self.pause_below * self.over.numel())
+    def over(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        """(B,) bool, a stopping criterion: stop token, spent budget, or too few rows that still write."""
+        self.ended = (self.ended | torch.isin(input_ids[:, -1], self.stop_ids)
+                      | (self.budget <= len(self.log_probs)))
+        return self.ended | ((~self.ended).sum() < self.pause_below * len(self.rows))
 
 
 class RoomyLayer(DynamicLayer):
@@ -136,8 +131,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
-@dataclass
-class Held:
+class Held(NamedTuple):
     """Where a row's keys lie: `length` real tokens from slot `start` on, in batch entry `index`."""
     cache: DynamicCache
     index: int
@@ -227,8 +221,8 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
     budget = [min(max_new_tokens - len(r.sampled), r.room - len(r.ids)) for r in rows]
     if min(budget) < 1:
         raise ValueError(f"every row needs room for one more token, got {budget}")
-    draw = DrawAndRecord(rows, temperature)
-    over = TurnOver(torch.tensor(stop_ids, device=device), torch.tensor(budget, device=device), pause_below)
+    stops, limits = torch.tensor(stop_ids, device=device), torch.tensor(budget, device=device)
+    draw = DrawAndRecord(rows, temperature, pause_below, stops, limits)
     plain = GenerationConfig(do_sample=False, max_new_tokens=max(budget), pad_token_id=pad_id, use_cache=True)
     causal.eval()
     causal.generation_config = GenerationConfig()  # generate() fills unset fields from it: top-k, penalties
@@ -243,7 +237,7 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
             out = causal.generate(torch.tensor([r.ids[-1:] for r in rows], device=device), attention_mask=mask,
                                   past_key_values=past, generation_config=plain,
                                   logits_processor=LogitsProcessorList([draw]),
-                                  stopping_criteria=StoppingCriteriaList([over]))
+                                  stopping_criteria=StoppingCriteriaList([draw.over]))
     finally:
         causal.generation_config = own_config
         causal.train(was_training)
@@ -423,6 +417,6 @@ def show_episode(where: str) -> None:
 
 
 if __name__ == "__main__" and "__file__" in globals():
-    if len(sys.argv) != 3 or sys.argv[1] != "--show":
+    if sys.argv[1:2] != ["--show"] or len(sys.argv) != 3:
         sys.exit("usage: python rollout.py --show FILE[:N]")
     show_episode(sys.argv[2])
