@@ -24,14 +24,14 @@ from pathlib import Path
 
 import torch
 import tyro
-from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from attention import pack_layout
 from chat import load_chat
 from grpo import group_advantages, update_policy
 from model import latest_checkpoint, load_checkpoint, load_policy, save_checkpoint, save_policy
 from report import append_row, eval_summary, plot_run, read_rows
-from rollout import collect, generate_turns, to_batch
+from rollout import Row, collect, generate_turns, to_batch
 from tiny.tasks_retail import make_tasks
 from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser
 
@@ -193,9 +193,8 @@ def make_user(cfg: Config, policy, chat, reference):
     elif cfg.user == "replay":
         user = ReplayUser(cfg.user_replay)
     elif cfg.user == "policy":
-        if cfg.lora_rank == 0 and reference is None:
-            raise ValueError("--user policy with full weights needs --ref-copy (a frozen copy plays the customer)")
-        user = PolicyUser(reference or policy.model, chat, generate_turns, seed=cfg.seed)
+        user = PolicyUser(reference or policy.model, chat, generate_turns, Row, frozen=reference is not None,
+                          max_context=cfg.max_context)
     else:
         user = ScriptedUser()
     return ReplayUser(cfg.user_record, record=user) if cfg.user_record else user
@@ -214,34 +213,43 @@ def save_episodes(path: Path, episodes: list, tokenizer) -> None:
     aside.replace(path)
 
 
-def roll(batch_limit: list[int], **kwargs) -> tuple[list, dict]:
-    """`collect`, with the batch halved when memory runs out; the episodes do not depend on the batch size."""
+def within_memory(limit: list[int], floor: int, what: str, call):
+    """call(limit[0]); when memory runs out, the limit is halved for good and the call made again.
+
+    Rollout: episodes at once, which the episodes do not depend on. Update: tokens of a micro-batch; the gradient is
+    the same. Neither leaves anything behind when it fails.
+    """
     while True:
         try:
-            return collect(max_batch=batch_limit[0], **kwargs)
+            return call(limit[0])
         except (torch.OutOfMemoryError, MemoryError):
-            if batch_limit[0] == 1:
+            if limit[0] // 2 < floor:
                 raise
         gc.collect()  # outside the except clause, where the traceback no longer holds the tensors
-        batch_limit[0] //= 2
-        print(f"rollout ran out of memory; now at most {batch_limit[0]} episodes at a time", flush=True)
+        limit[0] //= 2
+        print(f"out of memory; from now on at most {limit[0]} {what}", flush=True)
+
+
+def act(cfg: Config, world: dict, make_env, task_ids: list[str], group_size: int, temperature: float, step: int,
+        title: str) -> tuple[list, dict]:
+    """`rollout.collect` with this run's policy, customer and limits: the episodes, task by task, and statistics."""
+    world["policy"].model.eval()
+    return within_memory(world["batch_limit"], 1, "episodes at a time", lambda limit: collect(
+        model=world["policy"].model, chat=world["chat"], make_env=make_env, user=world["user"], task_ids=task_ids,
+        group_size=group_size, seed=cfg.seed, step=step, temperature=temperature, max_context=cfg.max_context,
+        max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens, max_batch=limit, progress=title))
 
 
 def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
     """Held-out tasks, sampled `eval_trials` times and greedily once. Same noise at every call, so calls can be paired."""
-    world["policy"].model.eval()
-    common = dict(model=world["policy"].model, chat=world["chat"], make_env=world["make_eval_env"], user=world["user"],
-                  task_ids=world["eval_ids"], seed=cfg.seed, step=-1, max_context=cfg.max_context,
-                  max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens)
-    sampled, _ = roll(world["batch_limit"], group_size=cfg.eval_trials, temperature=cfg.temperature,
-                      progress=f"evaluate {step}, sampled", **common)
-    greedy, _ = roll(world["batch_limit"], group_size=1, temperature=0.0, progress=f"evaluate {step}, greedy", **common)
+    sampled, greedy = (act(cfg, world, world["make_eval_env"], world["eval_ids"], trials, temperature, -1,
+                           f"evaluate {step}, {kind}")[0]
+                       for kind, trials, temperature in (("sampled", cfg.eval_trials, cfg.temperature), ("greedy", 1, 0.0)))
     for kind, episodes in (("sampled", sampled), ("greedy", greedy)):
         save_episodes(run_dir / "episodes" / f"eval_{step:06d}_{kind}.jsonl", episodes, world["policy"].tokenizer)
-    valid_greedy = [e.reward for e in greedy if e.valid]
     return {
         "step": step, **eval_summary([dataclasses.asdict(e) for e in sampled], seed=cfg.seed),
-        "eval_greedy": mean_or_none(valid_greedy),
+        "eval_greedy": mean_or_none([e.reward for e in greedy if e.valid]),
         "eval_do_nothing": mean_or_none([world["do_nothing"](t) for t in world["eval_ids"]]),
         "eval_trials": cfg.eval_trials, "user": world["user"].name, "tau2_version": tau2_version(),
         "policy": world["policy"].name, "env": cfg.env, "tasks": cfg.tasks,
@@ -286,25 +294,16 @@ def learn(cfg: Config, world: dict, episodes: list) -> dict:
     valid = torch.tensor([e.valid for e in episodes]).view(shape)  # (P, G)
     advantages = group_advantages(rewards, valid, divide_by_std=cfg.loss != "dr_grpo")  # (P, G)
     batch = to_batch(episodes, world["chat"].pad_id)
-    while True:
-        try:
-            return update_policy(
-                world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
-                make_layout=pack_layout if cfg.attn == "sinkflex" else None, loss=cfg.loss, kl_coef=cfg.kl_coef,
-                ref_model=world["reference"] if cfg.kl_coef else None, temperature=cfg.temperature,
-                max_tokens_per_micro_batch=world["token_budget"][0],
-                max_response_tokens=cfg.max_context, progress="update")
-        except (torch.OutOfMemoryError, MemoryError):
-            if world["token_budget"][0] <= cfg.max_context:
-                raise
-        gc.collect()
-        world["token_budget"][0] //= 2
-        print(f"update ran out of memory; micro-batches now hold {world['token_budget'][0]} tokens", flush=True)
+    return within_memory(world["token_budget"], cfg.max_context // 2, "tokens in a micro-batch", lambda limit: update_policy(
+        world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
+        make_layout=pack_layout if cfg.attn == "sinkflex" else None, loss=cfg.loss, kl_coef=cfg.kl_coef,
+        ref_model=world["reference"], temperature=cfg.temperature, max_tokens_per_micro_batch=limit,
+        max_response_tokens=cfg.max_context, progress="update"))
 
 
 def build_world(cfg: Config) -> tuple[Config, dict]:
     """Load what the loop needs; anything wrong with the input is found here, before the first token."""
-    tau2_version()  # says at once when tau2 is missing or the wrong package
+    transformers_logging.disable_progress_bar()  # its bars for loading and saving would stand between ours
     policy = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank, attn=cfg.attn)
     cfg = resolve(cfg, policy.preset, synthetic_ok=policy.preset == "tiny" and cfg.env == "retail")
     print(f"policy: {policy.name} ({policy.reason})")
@@ -417,13 +416,9 @@ def train(cfg: Config) -> Path:
             # 1. Act: G episodes on each of P tasks with the current policy.
             started = [time.perf_counter()]
             memory_gib(policy.model.device)
-            policy.model.eval()
             task_ids = pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)
-            episodes, stats = roll(
-                world["batch_limit"], model=policy.model, chat=world["chat"], make_env=world["make_env"],
-                user=world["user"], task_ids=task_ids, group_size=cfg.group_size, seed=cfg.seed, step=step,
-                temperature=cfg.temperature, max_context=cfg.max_context, max_turns=cfg.max_turns,
-                max_new_tokens=cfg.max_new_tokens, progress=f"rollout {step + 1}/{cfg.steps}")
+            episodes, stats = act(cfg, world, world["make_env"], task_ids, cfg.group_size, cfg.temperature, step,
+                                  f"rollout {step + 1}/{cfg.steps}")
             started.append(time.perf_counter())
             rollout_peak, do_nothing = memory_gib(policy.model.device)["vram"], mean_or_none(
                 [world["do_nothing"](t) for t in task_ids])
@@ -431,7 +426,6 @@ def train(cfg: Config) -> Path:
                 # 2. Judge: reward and outcome. An environment fault is not a reward of zero: its episode leaves the group.
                 # 3. Compare: each reward against its siblings on the same task. No critic.
                 # 4. Learn: clipped policy gradient over the tokens that the policy itself sampled.
-                policy.model.train()
                 learned = learn(cfg, world, episodes)
                 # 5. Report: one JSON line, one console line; now and then an evaluation, a plot, a checkpoint.
                 peak = memory_gib(policy.model.device)
