@@ -99,22 +99,15 @@ class Chat:
 
     def parse(self, turn_ids: list[int]) -> str:
         """The action that a sampled turn stands for; the policy's thinking is left out of it. Never raises."""
-        if self.family in TURN_PARTS:
-            keep = turn_ids[:-1] if self.family == "hermes" and turn_ids[-1:] and turn_ids[-1] in self.stop_ids \
-                else turn_ids
-            text = self.tokenizer.decode(keep, skip_special_tokens=False)
-            text = "<think>" + text if self.think_open else text
-            parts = self.tokenizer.parse_response(text, schema=TURN_PARTS[self.family], prefix="")
-            content = "\n".join(t for t in parts.get("content", []) if t)
-            return action_text(content, [_call_text(c) for c in parts.get("tool_calls", [])])
-        text = self.tokenizer.decode(turn_ids, skip_special_tokens=True).strip()
-        if self.family == "llama3":
-            return llama3_action(text)
-        if self.family == "plain":  # it was told to write Hermes calls
-            parts = self.tokenizer.parse_response(text, schema=TURN_PARTS["hermes"], prefix="")
-            content = "\n".join(t for t in parts.get("content", []) if t)
-            return action_text(content, parts.get("tool_calls", []))
-        return text
+        if self.family in ("tiny", "llama3"):
+            text = self.tokenizer.decode(turn_ids, skip_special_tokens=True).strip()
+            return llama3_action(text) if self.family == "llama3" else text
+        closed = self.family != "harmony" and bool(turn_ids) and turn_ids[-1] in self.stop_ids
+        text = self.tokenizer.decode(turn_ids[:-1] if closed else turn_ids, skip_special_tokens=False)
+        parts = self.tokenizer.parse_response("<think>" * self.think_open + text, prefix="",
+                                              schema=TURN_PARTS["harmony" if self.family == "harmony" else "hermes"])
+        content = "\n".join(piece for piece in parts.get("content", []) if piece)
+        return action_text(content, [call_text(call) for call in parts.get("tool_calls", [])])
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -246,7 +239,7 @@ def action_text(content: str, calls: list[str]) -> str:
     return calls[0] if len(calls) == 1 and calls[0].startswith("{") else f"[{', '.join(calls)}]"
 
 
-def _call_text(call: dict | str) -> str:
+def call_text(call: dict | str) -> str:
     """A call's JSON; harmony gives the name in the header and the arguments' JSON as the message."""
     if isinstance(call, str):
         return call
