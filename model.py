@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from attention import use_sink_attention
 
 SMALL_POLICY = Path(globals().get("__file__", "model.py")).resolve().parent / "tiny" / "policy"
-# What --model auto takes, best first: GiB that must be free, name. gpt-oss-20b alone is 39 GiB with its experts in bf16.
+# What --model auto takes, best first: GiB that must be free, name. gpt-oss-20b alone is 39 GiB in bf16.
 AUTO_LADDER = ((60, "openai/gpt-oss-20b"), (24, "Qwen/Qwen3-4B"), (12, "Qwen/Qwen3-1.7B"))
 POLICY_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,10 +41,7 @@ class Policy:
 def small_config(vocab_size: int, hidden_size: int = 128, layers: int = 4, heads: int = 4, kv_heads: int = 2,
                  head_dim: int = 32, experts: int = 4, experts_per_token: int = 2, expert_size: int = 256,
                  window: int = 128, max_positions: int = 8192) -> GptOssConfig:
-    """The small policy's architecture: gpt-oss in every part (sinks, sliding and full layers, GQA, experts), tiny.
-
-    2.0 M parameters by default with 1,000 words. Plain RoPE, since no context is longer than max_positions.
-    """
+    """gpt-oss in every part (sinks, sliding and full layers, GQA, experts), but tiny: 2.0 M parameters at 1,000 words."""
     return GptOssConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=experts, sliding_window=window,
@@ -84,13 +81,13 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
     Raises: ValueError or FileNotFoundError, in one line: a value that is not allowed, no such model, no hub, a head or
         an attention path that would give other log-probs than the model's own.
     """
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: torch sees no CUDA device; allowed here: auto, cpu")
+    cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     for label, value, allowed in (("dtype", dtype or "auto", ("auto", *POLICY_DTYPES)),
-                                  ("attention path", attn, ("sinkflex", "eager", "sdpa"))):
+                                  ("attention path", attn, ("sinkflex", "eager", "sdpa")),
+                                  ("device", device, ("auto", "cpu", *["cuda"][:len(cards)], *cards))):
         if value not in allowed:
             raise ValueError(f"{label} {value!r} is unknown; allowed: {', '.join(allowed)}")
+    where = torch.device(("cuda" if cards else "cpu") if device == "auto" else device)
     chosen, reason = choose_policy(where) if name == "auto" else (name, "asked for")
     try:
         model, tokenizer = read_policy(chosen, where, dtype)
@@ -104,10 +101,7 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
     check_head(model.get_base_model() if isinstance(model, PeftModel) else model, chosen)
     if attn == "sdpa" and any(key.endswith("sinks") for key, _ in model.named_parameters()):
         raise ValueError(f"model {chosen!r} has attention sinks, which sdpa ignores; allowed: sinkflex, eager")
-    if attn == "sinkflex":
-        use_sink_attention(model)
-    elif attn == "sdpa":
-        model.set_attn_implementation("sdpa")
+    use_sink_attention(model) if attn == "sinkflex" else model.set_attn_implementation(attn)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     rank = lora_rank if lora_rank is not None else {"tiny": 0, "lora": 16}[preset]
@@ -124,7 +118,7 @@ def hub_is_reachable() -> bool:
 
 
 def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[torch.nn.Module, object]:
-    """(model, tokenizer) as stored, on its device, in eval mode; the adapter of an adapter folder is put on its base."""
+    """(model, tokenizer) as stored, on its device, in eval mode; an adapter is put on its base."""
     path = SMALL_POLICY if name == "tiny" else Path(name)
     if not path.exists() and (name == "tiny" or name.count("/") != 1 or name.endswith(".gguf")):
         raise FileNotFoundError(f"model {name!r}: {path} does not exist; allowed: auto, tiny, a folder, a .gguf file, "
@@ -161,8 +155,8 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
 
 
 def neutralise(model, tokenizer) -> None:
-    """Takes away the model's own sampling defaults (top-k, top-p and penalties would make the policy that samples
-    another one than the policy that is scored) and gives a pad token. It may equal eos: no loss mask looks at ids."""
+    """Takes away sampling defaults (with top-k or a penalty the policy that samples is not the one that is scored) and
+    gives a pad token, which may equal eos: no loss mask looks at ids."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     stored = model.generation_config
@@ -186,13 +180,13 @@ def check_head(model, name: str, tolerance: float = 1e-2) -> float:
         causes = [f"{key} {value}" for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
                   if (value := getattr(config, key, None)) is not None]
         causes += ["a bias on the head"] if getattr(head, "bias", None) is not None else []
-        raise ValueError(f"model {name!r} ({config.model_type}) is not supported: {', '.join(causes) or 'its head'} makes "
-                         f"log-probs differ by {gap:.3g} nats from hidden states times head")
+        raise ValueError(f"model {name!r} ({config.model_type}) is not supported: {', '.join(causes) or 'its head'} "
+                         f"makes log-probs differ by {gap:.3g} nats from hidden states times head")
     return gap
 
 
 def make_trainable(model, lora_rank: int, train_sinks: bool):
-    """LoRA on the attention projections, or all weights; never the expert router, whose choices must stay comparable."""
+    """LoRA on the attention projections, or all weights; never the expert router: its choices must stay comparable."""
     if lora_rank and not isinstance(model, PeftModel):
         lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM",
                           target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -247,30 +241,30 @@ def write_folder(folder: Path, write) -> None:
         shutil.rmtree(aside, ignore_errors=True)  # of a killed run
         aside.mkdir(parents=True)
         write(aside)
-        sums = {path.name: file_sum(path) for path in aside.iterdir()}
+        sums = {path.name: synced_sum(path) for path in aside.iterdir()}
         (aside / "manifest.json").write_text(json.dumps(sums, indent=1))
-        for path in [*aside.iterdir(), aside]:
-            sync_path(path)
+        synced_sum(aside / "manifest.json")
+        sync_names(aside)
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or written by this run after a resume
         aside.rename(folder)
-        sync_path(folder.parent)
+        sync_names(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"{folder} could not be written: {error}") from error
 
 
-def file_sum(path: Path) -> str:
+def synced_sum(path: Path) -> str:
+    """sha256 of a file, once all of it is on the disk."""
     with open(path, "rb") as file:
+        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_path(path: Path) -> None:
-    """Waits until a file, or a folder's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sync_names(folder: Path) -> None:
+    """Waits until a folder's list of names is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int = 2) -> None:
@@ -296,7 +290,7 @@ def load_checkpoint(folder: str | Path, model, optimizer) -> dict:
     folder, weights = Path(folder), {p: name for name, p in model.named_parameters() if p.requires_grad}
     stored = load_file(folder / "weights.safetensors")
     if missing := sorted(set(weights.values()) - set(stored)):
-        raise ValueError(f"{folder} does not fit this model: {len(missing)} weights are not in it, such as {missing[0]}")
+        raise ValueError(f"{folder} does not fit this model: {len(missing)} weights are not in it, as {missing[0]}")
     copy_into({name: p for p, name in weights.items()}, stored, folder)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
@@ -317,10 +311,10 @@ def latest_checkpoint(run_dir: str | Path) -> Path:
     for folder in folders:
         try:
             sums = json.loads((folder / "manifest.json").read_text())
-            damage = [name for name, value in sums.items() if file_sum(folder / name) != value]
+            damage = [name for name, value in sums.items() if synced_sum(folder / name) != value]
         except (OSError, ValueError) as error:
             damage = [str(error)]
         if not damage:
             return folder
         print(f"checkpoint {folder} is damaged ({damage[0]}); trying the one before", flush=True)
-    raise FileNotFoundError(f"{run_dir} holds no checkpoint (ckpt_*)" + (f", only {len(folders)} damaged" if folders else ""))
+    raise FileNotFoundError(f"{run_dir} holds no whole checkpoint (ckpt_*; damaged: {len(folders)})")
