@@ -125,8 +125,8 @@ class Chat:
             if message.get("tool_calls"):
                 out["tool_calls"] = [{"type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
                                      for c in message["tool_calls"]]
-            if message.get("name"):
-                out["name"] = message["name"]
+            if message.get("name"):  # of the tool as the policy called it: any text at all
+                out["name"] = re.sub(r"[^\w.-]", "_", message["name"])
             if self.family == "plain" and out["role"] == "tool":
                 answer = f"<tool_response>\n{content}\n</tool_response>"
                 if shown and shown[-1].get("answers"):
