@@ -246,16 +246,23 @@ def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tupl
     return text, [(call["name"], call["arguments"]) for call in calls]
 
 
-def is_bounded(expression: str) -> bool:
-    """Whether calculate, which tau2 evaluates as Python, stays cheap: no `9**9**9`.
+def refusal(tool: str, arguments: dict) -> str | None:
+    """Why a call may not run, where tau2 would take seconds; None for all others.
 
-    Products of 500 characters are harmless. A power needs a plain number as exponent, and all exponents together
-    multiply a length by at most 100.
+    calculate is evaluated as Python: products of 500 characters are harmless, but of powers only those run whose
+    exponent is a plain number, all exponents together at most 100 (no `9**9**9`). A one-stop search from or to
+    anywhere (null) pairs all flights with all.
     """
-    power = r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
-    exponents = [float(number) for number in re.findall(power, expression[:MAX_EXPRESSION_CHARS])]
-    return (len(expression) <= MAX_EXPRESSION_CHARS and "**" not in re.sub(power, "", expression)
-            and math.prod(max(number, 1.0) for number in exponents) <= 100)
+    if tool == "search_onestop_flight" and None in (arguments.get("origin", ""), arguments.get("destination", "")):
+        return "Error: origin and destination must be given"
+    expression = arguments.get("expression")
+    if tool == "calculate" and isinstance(expression, str):
+        power = r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
+        exponents = [max(float(number), 1.0) for number in re.findall(power, expression[:MAX_EXPRESSION_CHARS])]
+        if (len(expression) > MAX_EXPRESSION_CHARS or "**" in re.sub(power, "", expression)
+                or math.prod(exponents) > 100):
+            return "Error: Expression too large"
+    return None
 
 
 def judge(task: Task, world: Environment, gold: list | None, messages: list) -> RewardInfo:
@@ -353,8 +360,8 @@ class Tau2Env(gymnasium.Env):
     `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
 
     ## Where it differs from tau2's Orchestrator
-    A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `calculate` refuses what `is_bounded`
-    does. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
+    A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `refusal` says
+    which calls do not run. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
     outlive its episode (in tau2 it stays in a class attribute). See also `judge`.
     """
     metadata = {"render_modes": []}
@@ -447,7 +454,7 @@ class Tau2Env(gymnasium.Env):
                 raise ValueError(turn.fault or "the user said nothing")
             calls = [(call["name"], call["arguments"]) for call in turn.tool_calls]
             check_plain([arguments for _, arguments in calls])
-            message = UserMessage(role="user", content=turn.text, tool_calls=self.number(calls, "user"))
+            message = UserMessage(role="user", content=turn.text or None, tool_calls=self.number(calls, "user"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return self.fail("user_error", str(error))
         self.hop(message, other="agent")
@@ -484,10 +491,9 @@ class Tau2Env(gymnasium.Env):
 
     def answer(self, call: ToolCall) -> ToolMessage:
         """tau2's reply to one call."""
-        expression = call.arguments.get("expression")
-        if call.name == "calculate" and isinstance(expression, str) and not is_bounded(expression):
-            return ToolMessage(id=call.id, role="tool", content="Error: Expression too large", requestor=call.requestor,
-                               error=True)
+        refused = refusal(call.name, call.arguments) if call.name in self.tool_names else None
+        if refused:
+            return ToolMessage(id=call.id, role="tool", content=refused, requestor=call.requestor, error=True)
         bills = getattr(self.world.tools.db, "bills", [])
         known = len(bills)
         reply = self.world.get_response(call)
