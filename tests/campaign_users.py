@@ -9,8 +9,8 @@ import json
 import re
 import sys
 
-from env_tau2 import Tau2Env, domain_tasks
-from users import ScriptedUser, UserTurn, script_of
+from env_tau2 import Conversation, Tau2Env, domain_tasks
+from users import ScriptedUser, UserTurn, content_words, split_sentences
 
 WRITE_WORDS = re.compile(r"cancel|return|exchange|modify|update|book|send_cert|enable|disable|refuel|resume|suspend|"
                          r"payment|change")
@@ -136,6 +136,108 @@ def measure(domain, split="base", verbose=True):
             "failures": failures}
 
 
+# ------------------------------------------------------------------ what the customer gives, and what it keeps back
+GREETING = "Hi! How can I help you today?"
+KINDS = {  # kind -> (how to find its values in a scenario, how to ask)
+    "order": (r"#?W\d{7}\b|\b950212\d\b", "What is the order number?"),
+    "reservation": (r"\b(?=[A-Z0-9]*\d)(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "What is the reservation id?"),
+    "e-mail": (r"[\w.]+@[\w.]+\.com", "What is your email?"),
+    "user id": (r"\b[a-z]+_[a-z]+_\d{4}\b", "What is your user id?"),
+    "zip": (r"(?<![\w#$])\d{5}\b(?! ?(?:dollar|mile))", "What is your zip code?"),
+    "name": (r"(?:You are|[Yy]ou name is|[Yy]our name is|You're|called) ((?!Gold|French)[A-Z][a-z]+(?: [A-Z][a-z]+)?)",
+             "What is your full name?"),
+    "address": (r"\d+ \w+ (?:Drive|Highway|St|Street|Avenue)\b|Suite \d+", "What is the address?"),
+    "item": (None, "Which item or flight is it about?"),
+}
+
+
+def scenario_text(task) -> str:
+    ins = task.user_scenario.instructions
+    return "\n".join(filter(None, (ins.known_info, ins.unknown_info, ins.reason_for_call, ins.task_instructions)))
+
+
+def values_of(task, kind, products) -> set[str]:
+    """What a scenario holds of one kind; items are the shop's product names in the reason for calling, or airports."""
+    pattern, text = KINDS[kind][0], scenario_text(task)
+    if pattern:
+        return set(re.findall(pattern, text))
+    reason = re.sub(r"\([^()]*do not reveal[^()]*\)", "", task.user_scenario.instructions.reason_for_call)
+    return {p for p in products if re.search(rf"\b{p}s?\b", reason, re.I)} if products else set(re.findall(r"\b[A-Z]{3}\b", reason))
+
+
+def talk(domain, task, lines, seed=0):
+    """The customer's turns when the agent says these lines, whatever it answers; ends early with the customer's stop."""
+    messages, out = [{"role": "assistant", "content": GREETING}], []
+    for line in [None, *lines]:
+        messages += [{"role": "assistant", "content": line}] if line else []
+        turn = ScriptedUser().reply([Conversation("k", domain, task.id, seed, task.user_scenario, [], messages)])[0]
+        out.append(turn.text)
+        messages.append({"role": "user", "content": turn.text})
+        if "###" in turn.text:
+            break
+    return out
+
+
+def audit(domain):
+    """For every fact of every base scenario: given when asked for, kept back when not, and nothing that is not there."""
+    products = set()
+    if domain == "retail":
+        names = {p.name for p in Tau2Env("retail").shared.world.tools.db.products.values()}
+        products = {n.split()[-1].lower() for n in names}
+    asked, given, kept, leaks, invented, missing = 0, 0, 0, [], [], []
+    for task in domain_tasks(domain, "base"):
+        reason, text = task.user_scenario.instructions.reason_for_call, scenario_text(task)
+        silent = talk(domain, task, ["I am looking into it."])
+        for kind, (_, question) in KINDS.items():
+            values = values_of(task, kind, products)
+            if not values:
+                continue
+            told = " ".join(talk(domain, task, [question, question, "Is there anything else?"] * 6 +
+                                  [question, "Could you double check? I cannot find it."])).lower()
+            for value in values:
+                asked += 1
+                given += value.lower() in told
+                if value.lower() not in told:
+                    missing.append((task.id, kind, value))
+                if kind != "item":
+                    kept += 1
+                    if value in " ".join(silent) and value not in reason:
+                        leaks.append((task.id, kind, value))
+            for kind2, (pattern, _) in KINDS.items():
+                if pattern and kind2 not in ("name", "address"):
+                    invented += [(task.id, v) for v in re.findall(pattern, told) if v.lower() not in text.lower()]
+    return {"domain": domain, "facts asked for": asked, "given": given, "share": round(given / asked, 3), "missing": missing,
+            "kept back": kept - len(leaks), "leaks": leaks, "invented": invented}
+
+
+def conditions(domain):
+    """Play each "if X, then Y" sentence: bring X about, and see whether the customer says most of Y's words."""
+    rows = []
+    for task in domain_tasks(domain, "base"):
+        for sentence in split_sentences(scenario_text(task)):
+            head = r"(?:But |And |Also |However,? )?(if and only if|only if|only after|if|when) (.+?)"
+            m = re.match(head + r", (?:then )?((?:you|say|mention|ask)\b.+)", sentence, re.I | re.S) or \
+                re.match(head + r",? (?:then )?((?:(?<=, )|(?<=then )).+)", sentence, re.I | re.S) or \
+                re.match(r"(if) (not), (.+)", sentence, re.I | re.S)
+            if not m:
+                continue
+            cause = re.sub(r"\b(?:the )?(?:service )?agents? (finally )?(says|tells you|mentions|asks|insists)( you)?( that)?|^asked", "",
+                           m[2], flags=re.I).strip() or m[3]
+            cause = "that is not possible" if cause in ("not", "not possible") else cause
+            asks = re.search(r"\bask", m[2]) and "confirm" not in m[2]
+            lines = [f"Could you tell me {cause}?"] if asks else [f"I am sorry, but {cause}.", f"It turns out that {cause}. "
+                                                                  "What do you prefer?"] * 3
+            lines += ["Do you want me to go ahead? (yes/no)"] * 2
+            told = content_words(" ".join(talk(domain, task, lines + ["Is there anything else?"] * 5)))
+            want = content_words(m[3]) - content_words("say mention agent tell ask provide first angry become")
+            rows.append((task.id, sentence[:100], len(want & told) >= 0.5 * max(1, len(want))))
+    tasks = sorted({r[0] for r in rows}, key=int)
+    return {"domain": domain, "conditional sentences": len(rows), "handled": sum(r[2] for r in rows),
+            "tasks": {t: f"{sum(r[2] for r in rows if r[0] == t)} of {sum(r[0] == t for r in rows)}" for t in tasks},
+            "not handled": [r[:2] for r in rows if not r[2]]}
+
+
 if __name__ == "__main__" and "__file__" in globals():
     for name in sys.argv[1:]:
-        print(json.dumps(measure(name), indent=1))
+        results = [measure(name)] + ([audit(name), conditions(name)] if name in ("retail", "airline") else [])
+        print(json.dumps(results, indent=1))
