@@ -177,13 +177,13 @@ class SinkFlashCPU(torch.autograd.Function):
         """q (B, H, T, D), k and v (B, Hk, S, D), sink (1, H, 1) -> (B, H, T, D) in q's dtype."""
         B, H, T, D = q.shape
         out = sink.new_zeros(B, T, H, D).transpose(1, 2)  # stored the way transformers wants it back
-        lse = sink.expand(B, H, T).clone()  # (B, H, T)
+        lse = sink.expand(B, H, T).double()  # (B, H, T); float32 near 20 would cost a digit of every weight
         for piece in pieces:
             mask = piece_mask(piece, key_bias, sink)
             o, part = FLASH_CPU(q[piece.q], k[piece.k], v[piece.k], scale=scale, **mask)
-            total = torch.logaddexp(lse[piece.q], part)
-            out[piece.q].mul_((lse[piece.q] - total).exp_()[..., None])
-            out[piece.q].add_(o * (part - total).exp_()[..., None])  # float32 weights widen a bfloat16 o
+            total = torch.logaddexp(lse[piece.q], part.double())
+            old, new = ((x - total).exp_().to(sink.dtype)[..., None] for x in (lse[piece.q], part))
+            out[piece.q].mul_(old).add_(o * new)  # float32 weights widen a bfloat16 o
             lse[piece.q] = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, key_bias, out, lse)
@@ -199,11 +199,11 @@ class SinkFlashCPU(torch.autograd.Function):
         for piece in ctx.pieces:
             mask = piece_mask(piece, key_bias, sink)
             parts = FLASH_CPU_BACKWARD(grad[piece.q], q[piece.q], k[piece.k], v[piece.k], out[piece.q],
-                                       lse[piece.q], 0.0, scale=ctx.scale, **mask)
+                                       lse[piece.q].to(sink.dtype), 0.0, scale=ctx.scale, **mask)
             for whole, index, part in zip((dq, dk, dv), (piece.q, piece.k, piece.k), parts):
                 whole[index].add_(part)
         share = (sink - lse).exp_() * (grad.to(sink.dtype) * out).sum(-1)  # (B, H, T)
-        dsink = -share.sum((0, 2), dtype=torch.float64).to(sink.dtype).view(1, -1, 1)
+        dsink = -share.sum((0, 2)).to(sink.dtype).view(1, -1, 1)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
 
 
@@ -348,6 +348,8 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
     bias = None
     if key_mask is not None:
         bias = sink.new_zeros(B, 1, 1, S).masked_fill_(~key_mask[:, None, None], MASKED)
+    if q.dtype == sink.dtype:  # the kernels round score * scale differently forward and backward: 3x the error
+        q, scale = q * scale, 1.0
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # others are misread
     return SinkFlashCPU.apply(q, k, v, sink, bias, cpu_pieces(runs, window), scale)
 
