@@ -177,7 +177,7 @@ class SinkFlashCPU(torch.autograd.Function):
         """q (B, H, T, D), k and v (B, Hk, S, D), sink (1, H, 1) -> (B, H, T, D) in q's dtype."""
         B, H, T, D = q.shape
         out = sink.new_zeros(B, T, H, D).transpose(1, 2)  # stored the way transformers wants it back
-        lse = sink.expand(B, H, T).double()  # (B, H, T); float32 near 20 would cost a digit of every weight
+        lse = sink.double().expand(B, H, T).clone()  # (B, H, T); float32 near 20 would cost weights a digit
         for piece in pieces:
             mask = piece_mask(piece, key_bias, sink)
             o, part = FLASH_CPU(q[piece.q], k[piece.k], v[piece.k], scale=scale, **mask)
@@ -335,8 +335,7 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
         if key_mask is not None or S != T or layout.position_ids.shape not in ((1, T), (B, T)):
             raise ValueError(f"a layout goes with its own number of tokens, no key mask and no cache; got "
                              f"layout {layout.position_ids.shape}, q {q.shape}, k {k.shape}")
-    scale = D ** -0.5 if scale is None else scale
-    sink = sink_logits(q, sinks)  # (1, H, 1)
+    scale, sink = D ** -0.5 if scale is None else scale, sink_logits(q, sinks)  # sink (1, H, 1)
     if T == 1:
         first = max(0, S - (window or S))
         live = None if key_mask is None else key_mask[:, first:]
