@@ -177,6 +177,7 @@ def do_nothing_reward(task: Task, domain: str = "retail") -> float:
     return env.result()[1]
 
 
+@functools.lru_cache(maxsize=None)
 def tau2_version() -> str:
     """Which tau2 runs, for run records: "26.3", or the folder of a source checkout and its version."""
     root = Path(importlib.import_module("tau2").__file__).resolve().parents[2]
@@ -314,6 +315,9 @@ class AnyText(gymnasium.spaces.Space):
     def contains(self, x) -> bool:
         return isinstance(x, str)
 
+    def __eq__(self, other) -> bool:
+        return isinstance(other, AnyText)
+
     def sample(self, mask=None, probability=None) -> str:
         return ("How can I help?", '{"name": "calculate", "arguments": {"expression": "1 + 1"}}')[self.np_random.integers(2)]
 
@@ -436,9 +440,11 @@ class Tau2Env(gymnasium.Env):
         self.expect("agent")
         try:
             text, calls = parse_turn(action, self.tool_names)
+            check_plain(text)
             message = AssistantMessage(role="assistant", content=text, tool_calls=self.number(calls, "assistant"))
-        except ValueError as error:  # pydantic's ValidationError (a lone surrogate in the text) is one too
-            self.transcript.append({"role": "assistant", "content": str(action), "malformed": True})
+        except ValueError as error:
+            kept = str(action).encode("utf-8", "replace").decode()
+            self.transcript.append({"role": "assistant", "content": kept, "malformed": True})
             self.seen = len(self.transcript)
             self.transcript.append({"role": "tool", "name": "error", "content": f"Error: {str(error)[:500]}"})
             self.steps, self.errors = self.steps + 1, self.errors + 1
@@ -453,7 +459,7 @@ class Tau2Env(gymnasium.Env):
             if turn.fault or not (turn.tool_calls or turn.text.strip()):
                 raise ValueError(turn.fault or "the user said nothing")
             calls = [(call["name"], call["arguments"]) for call in turn.tool_calls]
-            check_plain([arguments for _, arguments in calls])
+            check_plain([turn.text, *(arguments for _, arguments in calls)])
             message = UserMessage(role="user", content=turn.text or None, tool_calls=self.number(calls, "user"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return self.fail("user_error", str(error))
