@@ -346,17 +346,18 @@ def hear_users(live: list[Talk], user) -> None:
 def hand_over(talk: Talk, chat, max_context: int, max_turns: int, late: bool) -> None:
     """Show the policy what it has to answer: the prompt at first, later what its turn is followed by. Or end here."""
     env, row = talk.env, talk.row
-    if talk.waiting() != "agent" or row.sampled and not row.done:
+    if talk.waiting() != "agent":
         return
-    new = chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
+    writing = row.sampled and not row.done  # a turn that carries on
+    new = [] if writing else chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
         env.policy, env.tools, env.new_messages)
     limit = "time limit" if late else "turn limit" if talk.episode.turns >= max_turns else ""
     limit = "context limit" if len(row.ids) + len(new) >= max_context else limit
     if limit:
         talk.guard("env_error", env.fail, "truncated", limit)
-        return
-    talk.episode.prompt_ids, row.room = talk.episode.prompt_ids or new, max_context
-    row.hear(new)
+    elif not writing:
+        talk.episode.prompt_ids, row.room = talk.episode.prompt_ids or new, max_context
+        row.hear(new)
 
 
 def take_turn(talk: Talk, chat) -> None:
