@@ -52,6 +52,8 @@ ALLOWED = {
     "dtype": (None, "float32", "bfloat16"),
     "attn": ("sinkflex", "eager", "sdpa"),
 }
+LEAST = {"group_size": 2, "tasks_per_step": 1, "max_context": 1, "max_turns": 1, "max_new_tokens": 1, "eval_tasks": 1,
+         "checkpoint_every": 1, "eval_trials": 1, "eval_every": 0, "steps": 0, "lr": 0, "kl_coef": 0, "lora_rank": 0}
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,11 @@ class Config:
             if getattr(self, name) not in allowed:
                 choices = ", ".join(a for a in allowed if a)
                 raise ValueError(f"--{name} {getattr(self, name)!r} is unknown; allowed: {choices}")
-        if self.group_size is not None and self.group_size < 2:
-            raise ValueError(f"--group-size {self.group_size}: at least 2, since siblings are the baseline")
-        for name in ("tasks_per_step", "max_context", "max_turns", "max_new_tokens", "checkpoint_every",
-                     "eval_tasks", "eval_trials"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        for name in ("steps", "lr", "kl_coef", "lora_rank", "eval_every"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: not below 0")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:  # NaN is not
+                why = "; its mean reward is the baseline" if name == "group_size" else ""
+                raise ValueError(f"--{name.replace('_', '-')} {value}: at least {least}{why}")
         if not self.temperature > 0:
             raise ValueError(f"--temperature {self.temperature}: above 0 (evaluation is greedy as well by itself)")
         if self.tasks == "synthetic" and self.env != "retail":
@@ -128,8 +126,8 @@ PRESETS = {
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
                  eval_trials=4),
 }
-FIXED_ON_RESUME = ("env", "split", "tasks", "model", "lora_rank", "dtype", "attn", "seed", "group_size", "tasks_per_step",
-                   "user", "loss", "temperature")
+FIXED_ON_RESUME = ("env", "split", "tasks", "model", "lora_rank", "dtype", "attn", "seed", "group_size",
+                   "tasks_per_step", "user", "loss", "temperature")
 FAULT_STEPS = 3  # so many bad steps in a row stop the run
 
 
@@ -141,11 +139,11 @@ class RunStopped(RuntimeError):
     """The run cannot go on by itself (faults, non-finite updates, full disk): one line, exit code 1."""
 
 
-def resolve(cfg: Config, preset: str, synthetic_ok: bool) -> Config:
+def resolve(cfg: Config, preset: str, name: str) -> Config:
     """Fill the fields that depend on the policy, once, from PRESETS; what the user gave stays."""
-    filled = {k: v for k, v in PRESETS[preset].items() if getattr(cfg, k) is None}
+    filled = {k: v for k, v in PRESETS[preset].items() if getattr(cfg, k) is None} | {"model": name}
     if cfg.tasks == "auto":
-        filled["tasks"] = "synthetic" if synthetic_ok else "tau2"
+        filled["tasks"] = "synthetic" if preset == "tiny" and cfg.env == "retail" else "tau2"
     return dataclasses.replace(cfg, **filled)
 
 
@@ -305,12 +303,14 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
     """Load what the loop needs; anything wrong with the input is found here, before the first token."""
     transformers_logging.disable_progress_bar()  # its bars for loading and saving would stand between ours
     policy = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank, attn=cfg.attn)
-    cfg = resolve(cfg, policy.preset, synthetic_ok=policy.preset == "tiny" and cfg.env == "retail")
+    cfg = resolve(cfg, policy.preset, policy.name)
     print(f"policy: {policy.name} ({policy.reason})")
     if policy.preset == "tiny":
         print("the small policy's prompt holds neither tau2's policy text nor tool schemas; it knows them by training")
         if cfg.tasks != "synthetic":
             print(f"note: the small policy was trained on synthetic retail only; {cfg.env} tasks of tau2 are beyond it")
+    else:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     train_tasks, eval_tasks = load_tasks(cfg)
     reference = None
     if cfg.ref_copy:
@@ -332,7 +332,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
         train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
-        batch_limit=[256], token_budget=[4 * cfg.max_context])
+        batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
 
 
 def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
@@ -391,15 +391,12 @@ def train(cfg: Config) -> Path:
     streak = state.get("streak", {"faults": 0, "skipped": 0})
 
     def checkpoint(step: int, row: dict | None) -> None:
-        try:
-            save_checkpoint(run_dir / f"ckpt_{step:06d}", policy.model, world["optimizer"],
-                            dict(step=step, row=row, streak=streak, torch_rng=torch.get_rng_state(),
-                                 tasks=pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)))
-        except OSError as fault:
-            raise RunStopped(f"checkpoint of step {step} could not be written ({fault}); earlier ones are intact")
+        save_checkpoint(run_dir / f"ckpt_{step:06d}", policy.model, world["optimizer"],
+                        dict(step=step, row=row, streak=streak, torch_rng=torch.get_rng_state(),
+                             tasks=pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)))
 
     def measure(step: int) -> None:
-        if any(r["step"] == step and "eval_mean_at_1" in r for r in read_rows(metrics_file)):
+        if not cfg.eval_only and any(r["step"] == step and "eval_mean_at_1" in r for r in read_rows(metrics_file)):
             return  # resumed right after an evaluation
         row = evaluate(cfg, world, step, run_dir)
         append_row(metrics_file, row)
@@ -408,9 +405,12 @@ def train(cfg: Config) -> Path:
               f"doing nothing {row['eval_do_nothing']} ({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
         plot_run(run_dir)
 
-    step, row = first_step, state.get("row")
+    def due(step: int) -> bool:
+        return bool(cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
+
+    row = state.get("row")
     try:
-        if cfg.eval_only or (cfg.eval_every and first_step == 0):
+        if cfg.eval_only or due(first_step):
             measure(first_step)
         for step in range(first_step, 0 if cfg.eval_only else cfg.steps):
             # 1. Act: G episodes on each of P tasks with the current policy.
@@ -443,17 +443,19 @@ def train(cfg: Config) -> Path:
                 raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or a non-finite "
                                  f"update: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
                                  + str(next((e.fault for e in episodes if e.fault), None)))
-            if cfg.eval_every and ((step + 1) % cfg.eval_every == 0 or step + 1 == cfg.steps):
+            if due(step + 1):
                 measure(step + 1)
             plot_run(run_dir)
+        if not cfg.eval_only:
+            save_policy(run_dir / "policy", policy)
+    except OSError as fault:
+        raise RunStopped(f"a file could not be written: {fault}; earlier checkpoints are intact") from fault
     except KeyboardInterrupt:
         done = row["step"] if row else first_step
         if done > first_step:
             checkpoint(done, row)
         print(f"interrupted after step {done}; carry on with: python train.py --resume {run_dir}", flush=True)
         raise
-    if not cfg.eval_only:
-        save_policy(run_dir / "policy", policy)
     print(run_dir)
     return run_dir
 

@@ -120,9 +120,9 @@ def test_presets_fill_every_policy_field_and_no_other():
     optional = {"user_model", "user_base_url", "user_record", "user_replay", "run_dir", "resume"}
     for name, preset in PRESETS.items():
         assert set(preset) == left_open - optional, name
-    kept = resolve(Config(steps=7), "tiny", synthetic_ok=True)
-    assert kept.steps == 7 and kept.lr == PRESETS["tiny"]["lr"] and kept.tasks == "synthetic"
-    assert resolve(Config(), "lora", synthetic_ok=False).tasks == "tau2"
+    kept = resolve(Config(steps=7), "tiny", "tiny")
+    assert kept.steps == 7 and kept.lr == PRESETS["tiny"]["lr"] and kept.tasks == "synthetic" and kept.model == "tiny"
+    assert resolve(Config(), "lora", "owner/name").tasks == resolve(Config(env="mock"), "tiny", "tiny").tasks == "tau2"
 
 
 def test_design_metrics_are_listed():
