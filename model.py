@@ -52,7 +52,7 @@ def small_config(vocab_size: int, hidden_size: int = 128, layers: int = 4, heads
 # ---------------------------------------------------------------- choosing and loading
 
 def free_card_gib(device: torch.device) -> float | None:
-    """Free memory of the card in GiB; None on a CPU. Tests replace this probe."""
+    """Free memory of the card, None on a CPU. Tests replace this probe."""
     return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else None
 
 
@@ -73,10 +73,9 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
 
     Args:
         name: auto, tiny (the small policy), a hub name, a folder (also of a PEFT adapter) or a .gguf file.
-        device: auto, cpu, cuda, cuda:1. dtype: float32, bfloat16; auto or None: float32 for the small policy, else
-            bfloat16. MXFP4 weights are dequantised to it.
+        dtype: float32 or bfloat16, MXFP4 is dequantised to it; auto, None: float32 for the small policy, else bfloat16.
         lora_rank: 0 trains all weights but the router's; None: 0 for the small policy, else 16.
-        attn: sinkflex, eager or sdpa. checkpointing: compute activations again in the backward pass.
+        checkpointing: compute activations again in the backward pass.
         train_sinks: train the attention sinks beside LoRA; switching the adapter off does not take them back.
     Raises: ValueError or FileNotFoundError, in one line: a value that is not allowed, no such model, no hub, a head or
         an attention path that would give other log-probs than the model's own.
@@ -167,7 +166,7 @@ def neutralise(model, tokenizer) -> None:
 
 @torch.no_grad()
 def check_head(model, name: str, tolerance: float = 1e-2) -> float:
-    """Refuses, by name, a model whose logits are not hidden states times head: grpo.token_logps never sees its logits.
+    """Refuses, by name, a model whose logits are not hidden states times head, as grpo.token_logps takes them to be.
 
     Returns: largest |difference| of log-probs over 16 tokens in nats; 0 for a plain head.
     """
@@ -203,15 +202,14 @@ def make_trainable(model, lora_rank: int, train_sinks: bool):
 
 def save_policy(folder: str | Path, policy: Policy) -> None:
     """Policy and tokenizer, for AutoModelForCausalLM.from_pretrained, or PeftModel.from_pretrained where it is LoRA.
-
-    Sinks trained beside an adapter go to sinks.safetensors, which load_policy reads and PeftModel does not.
-    """
+    Sinks trained beside an adapter go to sinks.safetensors, which load_policy reads and PeftModel does not."""
     def write(aside: Path) -> None:
-        adapted = isinstance(policy.model, PeftModel)
-        policy.model.save_pretrained(aside, **({"save_embedding_layers": False} if adapted else {}))
         policy.tokenizer.save_pretrained(aside)
-        sinks = {name: p for name, p in trained_weights(policy.model).items() if name.endswith("sinks")}
-        if adapted and sinks:
+        if not isinstance(policy.model, PeftModel):
+            policy.model.save_pretrained(aside)
+            return
+        policy.model.save_pretrained(aside, save_embedding_layers=False)
+        if sinks := {name: p for name, p in trained_weights(policy.model).items() if name.endswith("sinks")}:
             save_file(sinks, aside / "sinks.safetensors")
     write_folder(Path(folder), write)
 
@@ -241,30 +239,27 @@ def write_folder(folder: Path, write) -> None:
         shutil.rmtree(aside, ignore_errors=True)  # of a killed run
         aside.mkdir(parents=True)
         write(aside)
-        sums = {path.name: synced_sum(path) for path in aside.iterdir()}
-        (aside / "manifest.json").write_text(json.dumps(sums, indent=1))
-        synced_sum(aside / "manifest.json")
-        sync_names(aside)
+        (aside / "manifest.json").write_text(json.dumps({path.name: file_sum(path) for path in aside.iterdir()}))
+        sync_paths([*aside.iterdir(), aside])
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or written by this run after a resume
         aside.rename(folder)
-        sync_names(folder.parent)
+        sync_paths([folder.parent])
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise OSError(f"{folder} could not be written: {error}") from error
 
 
-def synced_sum(path: Path) -> str:
-    """sha256 of a file, once all of it is on the disk."""
+def file_sum(path: Path) -> str:
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_names(folder: Path) -> None:
-    """Waits until a folder's list of names is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def sync_paths(paths: list[Path]) -> None:
+    """Waits until files, and the lists of names that folders are, have reached the disk."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int = 2) -> None:
@@ -303,15 +298,12 @@ def load_checkpoint(folder: str | Path, model, optimizer) -> dict:
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path:
-    """The newest checkpoint whose files match their sums; prints a line for each that is passed over.
-
-    Raises: FileNotFoundError where there is none.
-    """
+    """The newest checkpoint whose files match their sums; a line is printed for each that is passed over."""
     folders = sorted(Path(run_dir).glob("ckpt_*"), reverse=True)
     for folder in folders:
         try:
             sums = json.loads((folder / "manifest.json").read_text())
-            damage = [name for name, value in sums.items() if synced_sum(folder / name) != value]
+            damage = [name for name, value in sums.items() if file_sum(folder / name) != value]
         except (OSError, ValueError) as error:
             damage = [str(error)]
         if not damage:

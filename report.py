@@ -1,10 +1,8 @@
 """What a run did: the glossary of its metrics, its statistics, its plots, its episodes as one HTML page.
 
-    python report.py RUN                what was run, and RUN/plots.png
-    python report.py RUN --html         also RUN/report.html: the newest episodes, to read from disk with no network
-    python report.py RUN --compare B    paired difference of two runs on the tasks that both evaluated
+    python report.py RUN [--html] [--compare B]    plots.png; report.html, to read with no network; B - RUN by task
 
-Reads files only (config.json, metrics.jsonl, episodes/*.jsonl), never live objects: a dead run reports like a live one.
+Reads files only (config.json, metrics.jsonl, episodes/*.jsonl): a dead run reports like a live one.
 """
 import argparse
 import base64
@@ -20,7 +18,7 @@ import numpy as np
 
 
 class Metric(NamedTuple):
-    """A name in metrics.jsonl. `volatile`: two equal runs may differ in it (time, memory, and what follows from them)."""
+    """A name in metrics.jsonl. `volatile`: two equal runs may differ in it (time, memory, what follows from them)."""
     meaning: str
     unit: str
     volatile: bool = False
@@ -30,7 +28,7 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "step": Metric("training steps finished when the row was written", "steps"),
     "reward_mean": Metric("mean reward of the episodes without a fault", "reward 0..1"),
     "reward_std": Metric("standard deviation of that reward", "reward"),
-    "outcome_counts": Metric("episodes by outcome: success, fail, truncated, too_many_errors, user_error, env_error", "episodes"),
+    "outcome_counts": Metric("episodes by outcome, spoiled ones too", "episodes"),
     "faults": Metric("episodes that the world spoiled (user_error, env_error); they are out of every mean", "episodes"),
     "episodes": Metric("episodes collected, spoiled ones too", "episodes"),
     "episodes_valid": Metric("episodes without a fault", "episodes"),
@@ -51,12 +49,10 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "grad_norm": Metric("norm of the gradient before clipping; null without an update", "1"),
     "logp_gap_mean": Metric("mean |log-prob in the update - log-prob at sampling|", "nats"),
     "logp_gap_max": Metric("largest |log-prob in the update - log-prob at sampling|", "nats"),
-    "lr": Metric("learning rate", "1"),
     "trained_tokens": Metric("sampled tokens that entered the loss", "tokens"),
     "trained_episodes": Metric("episodes that entered the loss", "episodes"),
     "micro_batches": Metric("forward and backward passes of an update", "passes", True),
     "updates": Metric("optimizer steps taken in this training step", "steps"),
-    "update_tokens": Metric("slots of the update's micro-batches, shared prompts once", "tokens"),
     "micro_batch_tokens": Metric("budget of one micro-batch; halved when memory ran out", "tokens", True),
     "skipped": Metric("why this step made no update; null where it made one", "text"),
     "skipped_updates": Metric("optimizer steps left out: loss or gradient not finite, or no memory", "updates"),
@@ -83,12 +79,9 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "eval_faults": Metric("sampled episodes that the world spoiled", "episodes"),
     "eval_mean_faults_zero": Metric("eval_mean_at_1 with spoiled episodes counted as reward 0", "reward 0..1"),
     "eval_outcome_counts": Metric("sampled episodes by outcome", "episodes"),
-    "eval_s": Metric("time of the evaluation", "s", True),
     "user": Metric("who played the customer", "name"),
     "policy": Metric("which policy ran", "name"),
     "tau2_version": Metric("release of tau2: tasks and rewards differ between releases", "version"),
-    "env": Metric("tau2 domain", "name"),
-    "tasks": Metric("whose tasks: tau2 or synthetic", "name"),
     "split": Metric("which of its tasks", "name"),
 }
 FAULT_OUTCOMES = ("user_error", "env_error")
@@ -106,7 +99,7 @@ def append_row(path: str | Path, row: dict) -> None:
 
 
 def read_rows(path: str | Path) -> list[dict]:
-    """All whole lines of a .jsonl file. A torn last line (the run was killed) is dropped; any other raises ValueError."""
+    """All whole lines of a .jsonl file. A torn last line (the run was killed) is dropped; another raises ValueError."""
     rows, lines = [], Path(path).read_bytes().split(b"\n")  # what follows the last newline is torn, or empty
     for number, line in enumerate(lines[:-1], 1):
         try:
@@ -119,19 +112,16 @@ def read_rows(path: str | Path) -> list[dict]:
 # ---------------------------------------------------------------- statistics
 
 def pass_hat_k(successes: int, trials: int, k: int) -> float:
-    """Chance that k trials of one task all succeed, without bias: C(successes, k) / C(trials, k); 3 of 4, k = 2: 3/6.
-
-    Source: tau-bench, arXiv:2406.12045, section 3.
-    """
+    """Chance that k trials of a task all succeed: C(successes, k) / C(trials, k), arXiv:2406.12045. 3 of 4, k = 2: 3/6."""
     if not 1 <= k <= trials:
         raise ValueError(f"k = {k}: pass^k needs 1 <= k <= trials ({trials})")
     return math.comb(successes, k) / math.comb(trials, k)
 
 
 def bootstrap_ci(per_task_means, seed: int = 0, resamples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile interval of the mean over tasks: tasks are drawn with replacement, a task's trials stay together.
+    """95 % percentile interval of the mean over tasks, drawn with replacement; a task's trials stay together.
 
-    How far the number would move with other tasks of the kind, not with another training seed; too narrow for few.
+    How far the number would move with other such tasks, not with another training seed; too narrow for few tasks.
     """
     means = np.asarray(list(per_task_means), dtype=np.float64)  # (tasks,)
     if not len(means):
@@ -142,10 +132,7 @@ def bootstrap_ci(per_task_means, seed: int = 0, resamples: int = 10_000) -> tupl
 
 
 def paired_difference(a: dict[str, float], b: dict[str, float], seed: int = 0) -> tuple[float, float, float]:
-    """Mean of b - a over the tasks in both, and its 95 % interval: pairing takes the tasks' own difficulty out.
-
-    a = {x: 0, y: 1}, b = {x: .5, y: 1, z: 0} gives .25; z is left out.
-    """
+    """Mean of b - a over the tasks in both, and its 95 % interval: pairing takes the tasks' own difficulty out."""
     if not (common := sorted(set(a) & set(b))):
         raise ValueError("the two runs have no evaluated task in common")
     differences = [b[task] - a[task] for task in common]
@@ -162,12 +149,11 @@ def rewards_by_task(episodes: list[dict]) -> dict[str, list[float]]:
 
 
 def eval_summary(episodes: list[dict], seed: int = 0) -> dict:
-    """The statistics of a sampled evaluation under METRICS' names; means are null where every episode was spoiled.
-
-    Args: episodes as dicts with task_id, reward, outcome. pass^k is over the tasks with k trials without a fault.
-    """
+    """Statistics of a sampled evaluation under METRICS' names, from dicts with task_id, reward, outcome. pass^k is over
+    the tasks with k trials without a fault; where every episode was spoiled, the means are null."""
     by_task, outcomes = rewards_by_task(episodes), [e["outcome"] for e in episodes]
-    zeroed = rewards_by_task([e | {"reward": 0.0, "outcome": "fail"} if e["outcome"] in FAULT_OUTCOMES else e for e in episodes])
+    failed = {outcome: {"reward": 0.0, "outcome": "fail"} for outcome in FAULT_OUTCOMES}
+    zeroed = rewards_by_task([e | failed.get(e["outcome"], {}) for e in episodes])
     means, with_zeros = ([float(np.mean(r)) for r in tasks.values()] for tasks in (by_task, zeroed))
     successes = [(sum(abs(r - 1) <= 1e-6 for r in rewards), len(rewards)) for rewards in by_task.values()]  # as tau2
     pass_hat = {str(k): float(np.mean([pass_hat_k(c, n, k) for c, n in successes if n >= k]))
@@ -181,13 +167,30 @@ def eval_summary(episodes: list[dict], seed: int = 0) -> dict:
 
 # ---------------------------------------------------------------- plots
 
+PLOT_LINES = (  # panel, metric, label, colour, line style
+    ("Reward", "reward_mean", "train", "#a9c6e8", "-"), ("Reward", "do_nothing", "do nothing, train", "#8a8a8a", "--"),
+    ("Reward", "eval_do_nothing", "do nothing, validation", "#000000", "--"),
+    ("Reward", "eval_greedy", "validation, greedy", "#c9602b", ":"),
+    ("Peak memory", "rollout_peak_gib", "rollout, GPU", "#2f6db3", "-"),
+    ("Peak memory", "update_peak_gib", "update, GPU", "#c9602b", "-"),
+    ("Peak memory", "rss_gib", "process, main memory", "#8a8a8a", "-"),
+    ("Peak memory", "vram_total_gib", "card", "#000000", "--"),
+    ("Length", "context_tokens", "episode, mean", "#8a8a8a", "-"),
+    ("Length", "response_tokens", "sampled, mean", "#2f6db3", "-"),
+    ("Length", "response_tokens_max", "sampled, longest", "#a9c6e8", "-"),
+    ("Log-prob gap", "logp_gap_max", "|update - sampling|, largest", "#c9602b", "-"),
+    ("Log-prob gap", "logp_gap_mean", "|update - sampling|, mean", "#2f6db3", "-"))
+PLOT_UNITS = {"Reward": "reward", "Peak memory": "GiB", "Length": "tokens", "Outcomes": "share of episodes",
+              "Log-prob gap": "nats", "Groups": "groups a step"}
+
+
 def describe_run(run_dir: Path) -> str:
     """One line that names what a number needs to mean anything: policy, tasks, user, tau2 release."""
     named = json.loads((run_dir / "config.json").read_text()) if (run_dir / "config.json").exists() else {}
     for row in read_rows(run_dir / "metrics.jsonl"):
         named |= row
-    keys = ("policy", "env", "tasks", "split", "user", "tau2_version")
-    return f"{run_dir.name}: " + ", ".join(f"{key.split('_')[0]} {named[key]}" for key in keys if named.get(key) is not None)
+    keys = [key for key in ("policy", "env", "tasks", "split", "user", "tau2_version") if named.get(key) is not None]
+    return f"{run_dir.name}: " + ", ".join(f"{key.partition('_')[0]} {named[key]}" for key in keys)
 
 
 def plot_run(run_dir: str | Path) -> Path:
@@ -200,48 +203,38 @@ def plot_run(run_dir: str | Path) -> Path:
         kept = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         return [step for step, _ in kept], [value for _, value in kept]
 
-    figure = Figure(figsize=(13.5, 7.6), dpi=110, layout="constrained")
-    reward, memory, lengths, outcome, gap, signal = figure.subplots(2, 3).flat
-    blue, red, pale, grey, black = "#2f6db3", "#c9602b", "#a9c6e8", "#8a8a8a", "#000000"
-    for axis, name, label, colour, style in (
-            (reward, "reward_mean", "train", pale, "-"), (reward, "do_nothing", "do nothing, train", grey, "--"),
-            (reward, "eval_do_nothing", "do nothing, validation", black, "--"),
-            (reward, "eval_greedy", "validation, greedy", red, ":"),
-            (memory, "rollout_peak_gib", "rollout, GPU", blue, "-"), (memory, "update_peak_gib", "update, GPU", red, "-"),
-            (memory, "rss_gib", "process, main memory", grey, "-"), (memory, "vram_total_gib", "card", black, "--"),
-            (lengths, "context_tokens", "episode, mean", grey, "-"), (lengths, "response_tokens", "sampled, mean", blue, "-"),
-            (lengths, "response_tokens_max", "sampled, longest", pale, "-"),
-            (gap, "logp_gap_max", "largest", red, "-"), (gap, "logp_gap_mean", "mean", blue, "-")):
+    figure = Figure(figsize=(13.5, 8.2), dpi=110, layout="constrained")
+    panels = dict(zip(PLOT_UNITS, figure.subplots(2, 3).flat))
+    for title, name, label, colour, style in PLOT_LINES:
         steps, values = points(name)
         if steps:  # an exact 0 has no place on a log axis
-            axis.plot(steps, np.maximum(values, 1e-9) if axis is gap else values, color=colour, linestyle=style,
-                      label=label, marker="." if len(steps) < 40 else None)
+            panels[title].plot(steps, np.maximum(values, 1e-9) if name.startswith("logp") else values, label=label,
+                               color=colour, linestyle=style, marker="." if len(steps) < 40 else None)
     steps, values = points("reward_mean")
     if len(steps) >= 10:
         means = [np.mean(values[max(0, i - 4):i + 1]) for i in range(len(values))]
-        reward.plot(steps, means, color=blue, label="train, mean of 5 steps")
+        panels["Reward"].plot(steps, means, color="#2f6db3", label="train, mean of 5 steps")
     steps, means = points("eval_mean_at_1")
     if steps:
         bounds = np.array(points("eval_ci95")[1]).T  # (2, evaluations): low, high
-        reward.errorbar(steps, means, np.abs(bounds - means), color=red, marker="o", capsize=3,
-                        label="validation, 95 % over tasks")
+        panels["Reward"].errorbar(steps, means, np.abs(bounds - means), color="#c9602b", marker="o", capsize=3,
+                                  label="validation, 95 % over tasks")
     steps, counts = points("outcome_counts")
     bottom = np.zeros(len(steps))
     for name, colour in OUTCOME_COLOURS.items():
         share = np.array([count.get(name, 0) / max(sum(count.values()), 1) for count in counts])
         if share.any():
-            outcome.bar(steps, share, 1.0, bottom=bottom, color=colour, label=name)
+            panels["Outcomes"].bar(steps, share, 1.0, bottom=bottom, color=colour, label=name)
             bottom += share
-    signal.bar(*points("groups"), 1.0, color="#e3edf8", label="all")
-    signal.bar(*points("zero_variance_groups"), 1.0, color="#b5b5b5", label="equal rewards: nothing to teach")
-    for axis, title, unit in ((reward, "Reward", "reward"), (memory, "Peak memory", "GiB"), (lengths, "Length", "tokens"),
-                              (outcome, "Outcomes", "share of episodes"), (signal, "Groups", "groups a step"),
-                              (gap, "Log-prob, update against sampling", "nats")):
-        axis.set(title=title, ylabel=unit, xlabel="step", yscale="log" if axis is gap else "linear")
+    panels["Groups"].bar(*points("groups"), 1.0, color="#e3edf8", label="all")
+    panels["Groups"].bar(*points("zero_variance_groups"), 1.0, color="#b5b5b5", label="equal rewards: nothing to teach")
+    for title, axis in panels.items():
+        gap = title == "Log-prob gap"
+        axis.set(title=title, ylabel=PLOT_UNITS[title], xlabel="step", yscale="log" if gap else "linear")
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.get_major_locator().set_params(integer=True)
-        if axis is not gap:
-            axis.set_ylim(0, 1 if axis is outcome else None)
+        if not gap:
+            axis.set_ylim(0, 1 if title == "Outcomes" else 1.04 * axis.get_ylim()[1])
         if axis.get_legend_handles_labels()[0]:  # below the axes, where it covers nothing
             axis.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.suptitle(describe_run(run_dir), fontsize=11)
@@ -253,22 +246,21 @@ def plot_run(run_dir: str | Path) -> Path:
 # ---------------------------------------------------------------- episodes as HTML
 
 PAGE_STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:1.5em auto;max-width:75em;padding:0 1em;color:#222}
-img{max-width:100%}details{border:1px solid #ddd;border-radius:6px;margin:.4em 0;padding:.3em .7em}summary{cursor:pointer}
+img{max-width:100%}details{border:1px solid #ddd;border-radius:6px;margin:.4em 0;padding:.3em .7em}h1{font-size:1.3em}
 pre,.turn{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;margin:.4em 0;padding:.3em .7em}
 .turn{border-left:4px solid #bbb;background:#f7f7f7}.assistant{border-color:#2f6db3;background:#edf4fc}
 .user{border-color:#2a9d5c;background:#eef8f1}.tool,.tokens{font:12px/1.6 ui-monospace,monospace}b{margin-right:.6em}
 mark{background:#ffe08a}.outcome{color:#fff;border-radius:4px;padding:0 .5em}select{margin-right:1em}"""
 PAGE_SCRIPT = """const pick=[...document.querySelectorAll('select')],rows=[...document.querySelectorAll('.episode')];
-function show(){let n=0;for(const r of rows){r.hidden=pick.some(s=>s.value!==''&&r.dataset[s.id]!==s.value);n+=!r.hidden}
-document.getElementById('count').textContent=n}
+function show(){for(const r of rows)r.hidden=pick.some(s=>s.value!==''&&r.dataset[s.id]!==s.value);
+document.getElementById('count').textContent=rows.filter(r=>!r.hidden).length}
 pick.forEach(s=>s.addEventListener('change',show));show()"""
 
 
 def write_html(run_dir: str | Path, limit: int = 200) -> Path:
     """Writes run_dir/report.html: plots and the newest `limit` episodes in one file that needs no network.
 
-    All that a model, a user or a tool wrote is escaped. Beside that the page's own policy (CSP) allows no script but
-    the filter, by its hash, and no request at all.
+    All text is escaped. Besides, the page's own policy (CSP) allows no script but the filter, by its hash, and no request.
     """
     run_dir = Path(run_dir)
     files = sorted((run_dir / "episodes").glob("*.jsonl"), key=lambda p: (p.stem.split("_")[1], p.stem), reverse=True)
@@ -283,12 +275,12 @@ def write_html(run_dir: str | Path, limit: int = 200) -> Path:
         options = "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in sorted(values))
         filters += f'<label>{key} <select id="{key}"><option value="">all</option>{options}</select></label>'
     title = escape(describe_run(run_dir))
+    blocks = "".join(episode_html(*pair) for pair in shown)
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
             f'content="{csp}"><title>{title}</title><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>'
             f'<img alt="plots" src="data:image/png;base64,{plots}"><h2>Episodes</h2><p>The {len(shown)} newest of '
-            f'{len(episodes)}. <mark>Marked</mark> tokens were sampled by the policy.</p><p>{filters}'
-            f'<span id="count">{len(shown)}</span> shown</p>' + "".join(episode_html(*pair) for pair in shown)
-            + f"<script>{PAGE_SCRIPT}</script></body></html>")
+            f'{len(episodes)}. <mark>Marked</mark> tokens were sampled by the policy.</p><p>{filters}<span id="count">'
+            f'{len(shown)}</span> shown</p>{blocks}<script>{PAGE_SCRIPT}</script></body></html>')
     aside = run_dir / ".report.tmp.html"
     aside.write_text(page, encoding="utf-8", errors="backslashreplace")  # a lone surrogate must not stop the page
     os.replace(aside, run_dir / "report.html")
@@ -296,7 +288,7 @@ def write_html(run_dir: str | Path, limit: int = 200) -> Path:
 
 
 def episode_html(file_name: str, episode: dict) -> str:
-    """One foldable block: conversation with tool calls and results, reward breakdown, tokens with the sampled marked."""
+    """One foldable block: conversation with tool calls and results, reward breakdown, tokens."""
     turns = f'<div class="turn"><b>fault</b>{escape(str(episode["fault"]))}</div>' if episode.get("fault") else ""
     for message in episode["messages"]:
         calls = "".join(f"\n→ {call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})"
@@ -308,9 +300,9 @@ def episode_html(file_name: str, episode: dict) -> str:
                      for text, sampled in episode.get("tokens") or [])
     info, outcome, task = episode.get("reward_info") or {}, escape(episode["outcome"]), escape(episode["task_id"])
     parts = ", ".join(f"{name} {value}" for name, value in (info.get("reward_breakdown") or {}).items())
-    return (f'<details class="episode" data-outcome="{outcome}" data-task="{task}" data-file="{escape(file_name)}"><summary>'
-            f'<span class="outcome" style="background:{OUTCOME_COLOURS.get(outcome, "#000")}">{outcome}</span> task {task}, '
-            f'reward {episode["reward"]:g} {escape(f"({parts})" if parts else "")}, {episode["turns"]} turns, '
+    return (f'<details class="episode" data-outcome="{outcome}" data-task="{task}" data-file="{escape(file_name)}">'
+            f'<summary><span class="outcome" style="background:{OUTCOME_COLOURS.get(outcome, "#000")}">{outcome}</span> '
+            f'task {task}, reward {episode["reward"]:g} {escape(f"({parts})" if parts else "")}, {episode["turns"]} turns, '
             f'{sum(episode["response_mask"])} sampled tokens, {escape(file_name)} #{episode["sibling"]}</summary>{turns}'
             f'<details><summary>reward breakdown</summary><pre>{escape(json.dumps(info, indent=1))}</pre></details>'
             f'<details><summary>tokens</summary><div class="turn tokens">{tokens}</div></details></details>\n')
@@ -322,14 +314,13 @@ def compare_runs(run_a: Path, run_b: Path) -> str:
     """The newest evaluations of two runs, and B - A over the tasks that both have, in plain words."""
     text, means = "", []
     for run in (run_a, run_b):
-        evals = [row for row in read_rows(run / "metrics.jsonl") if row.get("eval_mean_at_1") is not None]
-        files = sorted(run.glob("episodes/eval_*_sampled.jsonl"))
-        if not evals or not files:
-            raise FileNotFoundError(f"{run} holds no evaluation: run train.py with --eval-every or --eval-only")
-        low, high = evals[-1]["eval_ci95"]
-        text += (f"{describe_run(run)}, step {evals[-1]['step']}: mean@1 {evals[-1]['eval_mean_at_1']:.3f} "
-                 f"[{low:.3f}, {high:.3f}]\n")
-        means.append({task: float(np.mean(r)) for task, r in rewards_by_task(read_rows(files[-1])).items()})
+        row = next((r for r in reversed(read_rows(run / "metrics.jsonl")) if r.get("eval_ci95")), None)
+        if row is None:
+            raise ValueError(f"{run} holds no evaluation: run train.py with --eval-every or --eval-only")
+        episodes = read_rows(run / f"episodes/eval_{row['step']:06d}_sampled.jsonl")
+        means.append({task: float(np.mean(rewards)) for task, rewards in rewards_by_task(episodes).items()})
+        text += (f"{describe_run(run)}, step {row['step']}: mean@1 {row['eval_mean_at_1']:.3f} "
+                 "[{:.3f}, {:.3f}]\n".format(*row["eval_ci95"]))
     difference, low, high = paired_difference(*means)
     verdict = "0 lies inside: no difference shown" if low <= 0 <= high else "0 lies outside"
     return text + (f"B - A over {len(set(means[0]) & set(means[1]))} common tasks: {difference:+.3f}, "
@@ -338,7 +329,7 @@ def compare_runs(run_a: Path, run_b: Path) -> str:
 
 def report_main() -> None:
     """Command line; what the user got wrong ends in one line and exit code 2."""
-    parser = argparse.ArgumentParser(description="Report on a run folder of train.py.")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--html", action="store_true", help="also write RUN/report.html with the newest episodes")
     parser.add_argument("--limit", type=int, default=200, help="most episodes on that page")
