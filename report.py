@@ -82,6 +82,8 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "user": Metric("who played the customer", "name"),
     "policy": Metric("which policy ran", "name"),
     "tau2_version": Metric("release of tau2: tasks and rewards differ between releases", "version"),
+    "env": Metric("tau2 domain", "name"),
+    "tasks": Metric("whose tasks: tau2 or synthetic", "name"),
     "split": Metric("which of its tasks", "name"),
 }
 FAULT_OUTCOMES = ("user_error", "env_error")
