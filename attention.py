@@ -296,9 +296,10 @@ def sink_flex(q, k, v, sink, runs, window, key_mask, scale, attend=None) -> Tens
     version = 0 if key_mask is None else key_mask._version
     block_mask = sink_block_mask(runs, B, T, k.shape[2], window, key_mask, version, q.device)
 
-    def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D)
-        flat = x.transpose(1, 2).reshape(1, -1, x.shape[1], D).transpose(1, 2)
-        return flat if flat.shape[2] == bucket else F.pad(flat, (0, 0, 0, bucket - flat.shape[2]))
+    def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D), always with the same strides: one graph a bucket
+        flat = x.transpose(1, 2).reshape(1, -1, x.shape[1], D)
+        short = bucket - flat.shape[1]
+        return (F.pad(flat, (0, 0, 0, 0, 0, short)) if short else flat.contiguous()).transpose(1, 2)
 
     q, k, v = (one_row(x, block_mask.seq_lengths[x is not q]) for x in (q, k, v))
     with torch._dynamo.config.patch(recompile_limit=64):  # buckets x (grad, no grad) x dtypes; default 8
@@ -325,17 +326,16 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
     """
     B, H, T, D = q.shape
     S = k.shape[2]
-    if not is_causal:
-        raise ValueError("sink attention is causal, got is_causal=False")
-    if S < T or H % k.shape[1] or (window is not None and window < 1):
-        raise ValueError(f"need S >= T, Hk dividing H, window >= 1; got q {q.shape}, k {k.shape}, {window=}")
+    if not is_causal or S < T or H % k.shape[1] or (window is not None and window < 1):
+        raise ValueError(f"need a causal mask, S >= T, Hk dividing H, window >= 1; got {is_causal=}, {window=}, "
+                         f"q {q.shape}, k {k.shape}")
     runs = (SinkRun(0, T, S - T, 0, S - T),)  # the cached past is what comes before
     if layout is not None:
         runs = layout.runs
         if key_mask is not None or S != T or layout.position_ids.shape not in ((1, T), (B, T)):
             raise ValueError(f"a layout goes with its own number of tokens, no key mask and no cache; got "
                              f"layout {layout.position_ids.shape}, q {q.shape}, k {k.shape}")
-    scale, sink = D ** -0.5 if scale is None else scale, sink_logits(q, sinks)  # sink (1, H, 1)
+    scale, sink = D ** -0.5 if scale is None else scale, sink_logits(q, sinks)
     if T == 1:
         first = max(0, S - (window or S))
         live = None if key_mask is None else key_mask[:, first:]
@@ -347,7 +347,7 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
     bias = None
     if key_mask is not None:
         bias = sink.new_zeros(B, 1, 1, S).masked_fill_(~key_mask[:, None, None], MASKED)
-    if q.dtype == sink.dtype:  # the kernels round score * scale differently forward and backward: 3x the error
+    if q.dtype == sink.dtype:  # forward and backward kernels round score * scale differently: 3x the error
         q, scale = q * scale, 1.0
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # others are misread
     return SinkFlashCPU.apply(q, k, v, sink, bias, cpu_pieces(runs, window), scale)
