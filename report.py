@@ -304,7 +304,7 @@ def episode_html(file_name: str, episode: dict) -> str:
     parts = ", ".join(f"{name} {value}" for name, value in (info.get("reward_breakdown") or {}).items())
     return (f'<details class="episode" data-outcome="{outcome}" data-task="{task}" data-file="{escape(file_name)}">'
             f'<summary><span class="outcome" style="background:{OUTCOME_COLOURS.get(outcome, "#000")}">{outcome}</span> '
-            f'task {task}, reward {episode["reward"]:g} {escape(f"({parts})" if parts else "")}, {episode["turns"]} turns, '
+            f'task {task}, reward {episode["reward"]:g}{escape(f" ({parts})" if parts else "")}, {episode["turns"]} turns, '
             f'{sum(episode["response_mask"])} sampled tokens, {escape(file_name)} #{episode["sibling"]}</summary>{turns}'
             f'<details><summary>reward breakdown</summary><pre>{escape(json.dumps(info, indent=1))}</pre></details>'
             f'<details><summary>tokens</summary><div class="turn tokens">{tokens}</div></details></details>\n')
