@@ -2,10 +2,9 @@
 
 `reply(conversations) -> turns` is batched, so that many episodes wait once. A turn is text (with one of tau2's stop
 words when the customer is done), calls of the customer's own tools, or a fault, which the environment turns into the
-outcome `user_error` and never into a reward. A conversation is env_tau2.Conversation: all that a customer may know.
-
-`ScriptedUser` (the default) keeps no state: a turn is a function of seed, scenario and messages. It turns the scenario's
-"You want ..." into "I want ..." and answers from those sentences. Measured shares and limits: docs/users.md.
+outcome `user_error`, never into a reward. A conversation is env_tau2.Conversation: all that a customer may know.
+`ScriptedUser` (the default) keeps no state. It turns the scenario's "You want ..." into "I want ..." and answers from
+those sentences. Measured shares, limits and failures: docs/users.md.
 """
 import copy
 import hashlib
@@ -14,7 +13,8 @@ import os
 import re
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor, TimeoutError as LateError
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -31,101 +31,113 @@ class UserTurn:
     fault: str | None = None
 
 
-# Topic -> (how the agent asks about it, which sentences of a scenario answer it, how a known value is worded).
+# A sentence "if X, then Y": kind "confirm" (the agent asks to), "asked" (about X), "denied" (X is impossible), "note";
+# trigger is X as written, text is Y as the customer says it.
+ScenarioRule = namedtuple("ScenarioRule", "kind trigger text")
+# A scenario in the first person. wishes are told one after another or (one_go) at once, notes when asked about; facts:
+# topic -> values; unknown: "I do not remember my email address."; insists: does not take the first no for an answer.
+ScenarioScript = namedtuple("ScenarioScript", "wishes notes rules facts unknown one_go insists")
+
+# Topic -> (how the agent asks about it, which sentences of a scenario answer it).
 USER_TOPICS = {
-    "email": (r"e-?mail", r"e-?mail|@", "My email is {}."),
-    "zip": (r"\bzip|postal", r"\bzip", "My zip code is {}."),
-    "name": (r"\bname\b(?! of)", r"\bname is\b", "My name is {}."),
-    "user id": (r"user ?id|username|user name|account id|customer id", r"user id", "My user id is {}."),
-    "order": (r"order (numbers?|ids?|#)|(which|what)( \w+)? orders?\b", r"\border\b", "The order number is {}."),
-    "reservation": (r"(reservation|confirmation|booking) (ids?|numbers?|codes?|reference)|which reservation",
-                    r"reservation|confirmation number", "The reservation is {}."),
-    "phone": (r"phone number|mobile number|line number", r"phone number", "My phone number is {}."),
+    "email": (r"e-?mail", r"e-?mail|@"), "zip code": (r"\bzip|postal", r"\bzip"),
+    "name": (r"\bname\b(?! of)", r"\bname is\b"),
+    "user id": (r"user ?id|username|user name|account id|customer id", r"user id"),
+    "order number": (r"order (numbers?|ids?|#)|(which|what)( \w+)? orders?\b", r"\border\b"),
+    "reservation number": (r"(reservation|confirmation|booking) (ids?|numbers?|codes?|reference)|which reservation",
+                           r"reservation|confirmation number"),
+    "phone number": (r"phone number|mobile number|line number", r"phone number"),
     "address": (r"(?<!mail )(?<!mail)\baddress|\bstreet\b|where do you live",
-                r"(?<!mail )\b(address|live|living|residing|suite|street|drive|avenue|highway|st)\b", ""),
-    "birthday": (r"date of birth|birthday|\bdob\b", r"birth|\bdob\b", ""),
+                r"(?<!mail )\b(address|live|living|residing|suite|street|drive|avenue|highway|st)\b"),
+    "birthday": (r"date of birth|birthday|\bdob\b", r"birth|\bdob\b"),
     "payment": (r"payment|\bpay\b|paying|refund(ed)? (method|to)|which card|credit card|gift card|paypal",
-                r"\bpay\b|payment|gift ?card|\bgc\b|paypal|credit card|visa|master ?card|amex|certificate|card ending", ""),
-    "reason": (r"\breason\b|\bwhy\b", r"because|\breason\b|by mistake|no longer need|\bsince\b|due to", ""),
-    "budget": (r"budget|how much .*(willing|spend)", r"\$\d", ""),
+                r"\bpay\b|payment|gift ?card|\bgc\b|paypal|credit card|visa|master ?card|amex|certificate|card ending"),
+    "reason": (r"\breason\b|\bwhy\b", r"because|\breason\b|by mistake|no longer need|\bsince\b|due to"),
 }
-NOT_GIVEN = {"payment": "I have no preference.", "reason": "I have no special reason.", "budget": "I have no limit in mind.",
-             "order": "I do not know the order number.", "reservation": "I do not know the reservation number.",
-             "zip": "I do not know my zip code."}
 VALUE_PATTERNS = {
-    "email": r"[\w.+-]+@[\w-]+\.\w+", "user id": r"\b[a-z]+_[a-z]+_\d+\b", "order": r"#W\d{7}\b|\bW\d{7}\b",
-    "reservation": r"\b(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone": r"\b\d{3}-\d{3}-\d{4}\b"}
+    "email": r"[\w.+-]+@[\w-]+\.\w+", "user id": r"\b[a-z]+_[a-z]+_\d+\b", "order number": r"#W\d{7}\b|\bW\d{7}\b",
+    "reservation number": r"\b(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone number": r"\b\d{3}-\d{3}-\d{4}\b"}
 AGENT_SAYS = {  # what the agent's message does; searched in lower case
-    "denied": r"\bcannot|can't|\bcan not|unable|not (be )?(possible|available|allowed|eligible|permitted)|not able|n't "
-              r"(possible|available|allowed|eligible|work|allow)|no longer available|does not allow|basic economy|\bdenied|"
-              r"refuse|there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
-    "transfer": r"being transferred|transferring you|(have|been) transferred|will (now )?transfer you|i'll transfer you",
-    "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you like to (proceed|continue|"
-               r"go ahead)|shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve)|please "
-               r"confirm|you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|"
-               r"right|ok|okay|fine)|proceed\?|go ahead\?",
-    "ask": r"\b(what|which|who|whom|where|when|how|why)\b|(may|can|could|might) i (please )?(have|get|ask|know)|provide|"
-           r"\bshare\b|\btell me\b|give me|\bneed (your|the|to know)|let me know|(verify|confirm) your|specify|describe|"
-           r"is there|are there|do you (know|have|remember)|did you|are you",
+    "denied": r"\bcannot|can't|\bcan not|unable|not (be )?(possible|available|allowed|eligible|permitted)|not able|"
+              r"n't (possible|"
+              r"available|allowed|eligible|work|allow)|no longer available|does not allow|basic economy|\bdenied|"
+              r"refuse|"
+              r"there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
+    "transfer": r"being transferred|transferring you|(have|been) transferred|(will|i'll) (now )?transfer you",
+    "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you like to (proceed|"
+               r"continue|go ahead)|shall "
+               r"(i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve)|please confirm|"
+               r"you confirm|(ok|okay|"
+               r"fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|ok|okay|fine)|"
+               r"proceed\?|go ahead\?",
+    "ask": r"\b(what|which|who|whom|where|when|how|why)\b|(may|can|could|might) i (please )?(have|get|ask|know)|"
+           r"provide|\bshare\b|"
+           r"\btell me\b|give me|\bneed (your|the|to know)|let me know|(verify|confirm) your|specify|describe|"
+           r"is there|are there|"
+           r"do you (know|have|remember)|did you|are you",
     "more": r"(any|some)thing else|what else|else (can|may|could) i|further (assist|help|request)|other (request|"
-            r"questions)|anything more|additional (help|assist)",
-    "open": r"how (can|may|could) i (help|assist)|what (can|may) i do|what do you need|what would you like|what do you "
-            r"want|how can i be of|what brings you|(help|assist) you (with )?today|what (is|are) your (request|issue|problem)",
+            r"questions)|"
+            r"anything more|additional (help|assist)",
+    "open": r"how (can|may|could) i (help|assist)|what (can|may) i do|what do you need|what would you like|"
+            r"what do you want|how can "
+            r"i be of|what brings you|(help|assist) you (with )?today|what (is|are) your (request|issue|problem)",
     "busy": r"\b(let me|one moment|next,|now i|i will now|i'll now|moving on|please wait|please hold)\b",
-    "done": r"\bdone\b|(has|have) (now )?been|complete|success|processed|\bis now\b|\bare now\b|updated|all set|confirmed|"
-            r"cancell?ed\b|changed|resolved",
-}
-SMALL_WORDS = frozenset("""a an the of to for from in on at by with and or but not no yes do does did is are was were be
-been have has had i me my mine you your yours it its this that these those them they there here what which who whom
+    "done": r"\bdone\b|(has|have) (now )?been|complete|success|processed|\b(is|are) now\b|updated|all set|confirmed|"
+            r"cancell?ed\b|"
+            r"changed|resolved"}
+SMALL_WORDS = frozenset("""a an the of to for from in on at by with and or but not no yes do does did is are was were
+be been have has had i me my mine you your yours it its this that these those them they there here what which who whom
 whose when where why how may can could would should shall will please provide tell know need want like wish help any
 some all also just as if so agent item items order orders product products one ones get got give let me am us we our
-about into out up ask asks asked possible available work more most than then much many long exactly sure specific today
-now would prefer different new okay able want's make made think thing things kind type""".split())
-
-
-# ------------------------------------------------------------------ ScriptedUser: reading the scenario
+about into out up ask asks asked possible available work more most than then much many long exactly sure specific
+today now would prefer different new okay able want's make made think thing things kind type""".split())
 # Pattern -> replacement, in order; "you" turns into "I" and "the agent" into "you". @I and @A hold these two back.
 PERSON_FLIPS = (
     (r"(?i)\s*\([^()]*\b(reveal|mention|hide|you know|do not|don't)\b[^()]*\)\.?", ""),  # what the actor must hide
-    (r",? but do(n't| not) (reveal|mention)[^.]*", ""),
-    (r"\b[Yy]ou name is\b", "your name is"), (r"\(your forgot", "(you forgot"),  # tau2's typos
+    (r",? but do(n't| not) (reveal|"
+     r"mention)[^.]*", ""), (r"\b[Yy]ou name is\b", "your name is"), (r"\(your forgot", "(you forgot"),
     (r"\b(?:[Yy]ou )?(?:also )?(?:explicitly )?(?:[Aa]sk|want) (?:the )?agent (?:explicitly )?to\b", "please"),
     (r"\b(?:[Yy]ou )?(?:can )?(?:also )?[Aa]sk the agent(?: explicitly)? (?=how|wh|if|for|about)", "please tell me "),
     (r"please tell me for", "I would like"), (r"\b[Tt]he (?:service |customer service )?agents?\b", "@A"),
     (r"\b[Aa]re you\b", "am @I"), (r"\b[Yy]ou(?:'re| are)\b", "@I am"), (r"\b[Yy]ou were\b", "@I was"),
     (r"\b[Yy]ourself\b", "myself"), (r"\b[Yy]ours\b", "mine"), (r"\b[Yy]our\b", "my"),
-    (r"\b(to|for|with|from|asks?|asked|tells?|told|gives?|give|helps?|lets?|allows?|charge|offers?|contact|gets?|sends?|of|"
-     r"about|suits?|saves?|informs?|remind) [Yy]ou\b(?!')(?! (want|will|can|have|had|just|would|do|did|live|already|"
-     r"ordered|received|bought|purchased|placed|need|like|prefer)\b)", r"\1 me"),
+    (r"\b(to|for|with|from|asks?|asked|tells?|told|gives?|give|helps?|lets?|allows?|charge|offers?|contact|gets?|"
+     r"sends?|of|about|"
+     r"suits?|saves?|informs?|remind) [Yy]ou\b(?!')(?! (want|will|can|have|had|just|would|do|did|live|already|"
+     r"ordered|received|"
+     r"bought|purchased|placed|need|like|prefer)\b)", r"\1 me"),
     (r"\b[Yy]ou\b", "@I"), (r"@I", "I"), (r"@A's", "your"), (r"@A is\b", "you are"), (r"@A has\b", "you have"),
-    (r"@A (doesn't|does not)\b", "you don't"), (r"@A", "you"), (r"\s+", " "),
-    (r"you (ask|say|tell|find|offer|refuse|make|insist|provide|give|agree|mention|allow)e?s\b", r"you \1"),
-)
-# The part after "if ..., " as an instruction to oneself: "say that it is X" -> "it is X", "ask for X" -> "you want X".
+    (r"@A (doesn't|does not)\b", "you don't"), (r"@A (\w+[kyldrtewn])s\b", r"you \1"), (r"@A", "you"), (r"\s+", " "))
+# The Y of "if X, Y" as an instruction to oneself: "say that it is X" -> "it is X", "ask for X" -> "you would like X".
 CONSEQUENCE_FLIPS = (
     (r"(?i)^(then|and|but|you|simply|just|suddenly|abruptly|initially|please|will|can|are ok with|should|,|\s)+ ", ""),
-    (r"^(are|become) angry( and swear[^,]*)?,?( but| and| then)? ", ""),
-    (r"^add another request and (also )?|^do not say yes immediately, because (you )?", ""),
-    (r" and provide (\d+)", r", it is \1"), (r"^(?:respond|say|answer)\b[^'\"]*['\"](.+?)['\"]\s*\.?$", r"\1"),
-    (r"\s*\([^()]*\)", ""), (r"^(?:say|provide|give)(?: that)?(?: it is| it's)? ([#\w]*\d\w*)( first| initially)?\b.*",
-                             r"it is \1"),
+    (r"^(are|become) angry( and swear[^,]*)?,?( but| and| then)? |^add another request and (also )?|"
+     r"^do not say yes immediately, "
+     r"because (you )?", ""), (r" and provide (\d+)", r", it is \1"), (r"\s*\([^()]*\)", ""),
+    (r"^(?:respond|say|answer)\b[^'\"]*['\"](.+?)['\"]\s*\.?$", r"\1"),
+    (r"^(?:say|provide|give)(?: that)?(?: it is| it's)? ([#\w]*\d\w*)( first| initially)?\b.*", r"it is \1"),
     (r"^(?:say|says|mention|tell (?:the )?agent|respond|answer|insist)(?: explicitly)?(?: that)?\s+(?=\w)", ""),
-    (r"^it's ", "it is "), (r" (initially|first)(?=\.?$)", ""),
-    (r"^((?:also |only )?(?:want|prefer)|would|don't|do not|ask|need|like|wish|regret|wonder|accept|have|go|'d|allow|decide|"
-     r"change (?:your|my) mind|are|feel|agree)\b", r"you \1"),
-    (r"^you (do not|don't) (?=exchange|cancel|return|make|process|do\b)", r"please \1 "),
-    (r"^you ask (to be|to get) ", r"you want \1 "), (r"^you ask to ", "please "), (r"^you ask for ", "you would like "),
-    (r"^((only |also |try to |try )?(exchange|cancel|return|change|use|keep|pick|go|choose|book|drop|move|upgrade|refund|"
-     r"modify|switch|add|remove|transfer|proceed|take|make)\b)", r"please \1"),
-)
-WANT_WORDS = r"\b(want|wants|wish|like to|need|wonder|ask|request|inquire|check|try to|looking (for|to)|please|'d like)\b"
+    (r" (initially|first)(?=\.?$)", ""), (r"^((?:also |only )?(?:want|prefer)|would|don't|do not|ask|need|like|wish|"
+                                          r"regret|wonder|"
+     r"accept|have|go|'d|allow|decide|change (?:your|my) mind|are|feel|agree)\b", r"you \1"), (r"^you ask to (?!be|"
+                                                                                               r"get)", "please "),
+    (r"^you (do not|don't) (?=exchange|cancel|return|make|process|"
+     r"do\b)", r"please \1 "), (r"^you ask ", "you would like "),
+    (r"^you would like for ", "you would like "), (r"^((only |also |try to |try )?(exchange|cancel|return|change|use|"
+                                                   r"keep|pick|go|choose|"
+     r"book|drop|move|upgrade|refund|modify|switch|add|remove|transfer|proceed|take|make)\b)", r"please \1"))
+WANT_WORDS = r"\b(wants?|wish|like to|need|wonder|ask|request|inquire|check|try to|looking (for|to)|please|'d like)\b"
 STAGE_WORDS = (  # how to play the part, not what to say
-    r"make sure (you|to)|do(n't| not) (reveal|mention|volunteer|end the|ask for comp|accept the)|^mention |will not say "
-    r"anything|more information than|^be |^sound |make everything sound|at the same time|ground your responses|^for example|"
-    r"tool call|^you like to (say|do|talk)|conversation as confusing|randomly insert|speak (very )?brief|^you are (a|an|very|"
-    r"extremely|polite|in debt|reactive|not good|\w+, )|end each of your|this is incorrect|^insist|take no for|tactics|in one go")
-ONE_GO_WORDS = (r"in one go|same time|(all (two|three)|two|both) (things|requests|problems)|all requests|(details|everything) "
-                r"upfront|very first message|say things together|mention (the )?(two|both)")
+    r"make sure (you|to)|do(n't| not) (reveal|mention|volunteer|end the|ask for comp|accept the)|^mention |"
+    r"will not say anything|more "
+    r"information than|^be |^sound |make everything sound|at the same time|ground your responses|^for example|"
+    r"tool call|^you like to "
+    r"(say|do|talk)|conversation as confusing|randomly insert|speak (very )?brief|^you are (a|an|very|extremely|"
+    r"polite|in debt|reactive|"
+    r"not good|\w+, )|end each of your|this is incorrect|^insist|take no for|tactics|in one go")
+ONE_GO_WORDS = (r"in one go|same time|(all (two|three)|two|both) (things|requests|problems)|all requests|(details|"
+                r"everything) upfront|"
+                r"very first message|say things together|mention (the )?(two|both)")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -139,46 +151,25 @@ def first_person(sentence: str, flips: tuple = PERSON_FLIPS) -> str:
     """Turn an instruction to the customer into what the customer says: "You want your bag" -> "I want my bag." """
     for pattern, replacement in flips:
         sentence = re.sub(pattern, replacement, sentence.strip(" ,;-"))
-    s = sentence[:1].upper() + sentence[1:]
-    return s if s[-1:] in ".!?" else s + "."
-
-
-@dataclass(frozen=True)
-class ScenarioRule:
-    """A sentence "if X, then Y" of a scenario."""
-    kind: str     # the agent asks to "confirm", has "asked" about X, "denied" X; anything else is a "note"
-    trigger: str  # X, as written
-    text: str     # Y, in the first person
+    return sentence[:1].upper() + sentence[1:] + ("" if sentence[-1:] in ".!?" else ".")
 
 
 def parse_rule(sentence: str) -> ScenarioRule | None:
     """Read "If/When X, Y" into a rule; None when the sentence is not conditional."""
     s = re.sub(r"^(But|And|Also|However),? ", "", sentence, flags=re.I)
     head = r"(?:if and only if|only if|only after|if|when|in case|once)\b\s*((?:[^(]|\([^)]*\))+?)"
-    m = re.match(head + r",\s*(?:then\s+)?(?=you\b|you'|please|say|mention|ask)(.+)", s, re.I | re.S) \
-        or re.match(head + r"(?:,\s*(?:then\s+)?|\s+then\s+)(.+)", s, re.I | re.S)
-    if not m and not re.match(r"if not\b", s, flags=re.I):
+    m = re.match(head + r",\s*(?:then\s+)?(?=you\b|you'|please|say|mention|ask)(.+)", s, re.I | re.S) or re.match(
+        head + r"(?:,\s*(?:then\s+)?|\s+then\s+)(.+)", s, re.I | re.S) or re.match(r"if (not)\b,? (.+)", s, re.I)
+    if not m:
         return None
-    trigger, effect = m.groups() if m else ("not", s[6:])
-    low, said = trigger.lower(), first_person(first_person(effect.strip(" ,"), CONSEQUENCE_FLIPS).rstrip("."))
+    low, said = m[1].lower(), first_person(first_person(m[2].strip(" ,"), CONSEQUENCE_FLIPS).rstrip("."))
     kinds = (("confirm", r"confirm"), ("asked", r"^(?!.*(cannot|can't|not )).*\bask(s|ed)?\b"),
-             ("denied", r"\bnot\b(?! (yet |been )*shipped)|n't|cannot|unable|\bno\b|fail|refuse|denie|issue|insist|basic|only "
-                        r"option|says?\b|mention"))
+             ("denied", r"\bnot\b(?! (yet |been )*shipped)|n't|cannot|unable|\bno\b|fail|refuse|denie|issue|insist|"
+                        r"basic|only option|"
+                        r"says?\b|mention"))
     kind = next((k for k, words in kinds if re.search(words, low)), "note")
     # A condition on the world is said along with the wish, except where it only chooses among variants.
-    return ScenarioRule(kind, trigger, said if kind != "note" or re.search(r"several|multiple", low) else first_person(s))
-
-
-@dataclass(frozen=True)
-class ScenarioScript:
-    """A scenario as the customer uses it; all texts in the first person."""
-    wishes: tuple[str, ...]        # told one after another, or (one_go) all at once
-    notes: tuple[str, ...]         # told when asked about
-    rules: tuple[ScenarioRule, ...]
-    facts: dict[str, list[str]]    # topic -> values, those of known_info first
-    unknown: tuple[str, ...]       # "I do not remember my email address."
-    one_go: bool
-    insists: bool                  # does not take the first no for an answer
+    return ScenarioRule(kind, m[1], said if kind != "note" or re.search(r"several|multiple", low) else first_person(s))
 
 
 @lru_cache(maxsize=4096)
@@ -187,64 +178,62 @@ def read_scenario(known: str, unknown: str, reason: str, instructions: str) -> S
     wishes, notes, rules, later, unknowns, wanted = [], [], [], [], [], False
     for sentence in split_sentences(re.sub(r",? but (?=(if|when) the agent asks)", ". But ", reason)):
         rule, text = parse_rule(sentence), first_person(sentence)
-        if rule and (rule.kind != "note" or wishes and re.search(r"several|multiple|options|\bonly\b|^so$", rule.trigger)):
+        if rule and (rule.kind != "note" or wishes and re.search(r"several|multiple|options|\bonly\b|"
+                                                                 r"^so$", rule.trigger)):
             rules.append(rule)
         elif re.search(STAGE_WORDS, sentence, re.I) and wishes or not re.search(r"\w", text):
             continue
-        elif wishes and re.search(r"\bprefer|does(n't| not) matter|do(n't| not) (want|care|remember|know)|never want|not sure",
-                                  sentence) and not re.search(r"want(ed)? to|exchange|wish to|^Also", sentence):
+        elif wishes and re.search(r"\bprefer|does(n't| not) matter|do(n't| not) (want|care|remember|know)|never want|"
+                                  r"not sure", sentence
+                                  ) and not re.search(r"want(ed)? to|exchange|wish to|^Also", sentence):
             notes.append(text)
         else:
-            wants = re.search(WANT_WORDS + r"|^(and )?(also|finally|lastly|then|after|if)\b", sentence, re.I)
-            same = re.search(r"(refund|payment|pay)\b", sentence) and not re.search(r"\balso|how much|cancel|return", sentence) \
-                or re.match(r"but (?!after)|in fact", sentence, re.I)  # belongs to the wish before it
-            new = not wishes or wanted and wants and not same
+            wants = bool(re.search(WANT_WORDS + r"|^(and )?(also|finally|lastly|then|after|if)\b", sentence, re.I))
+            money = re.search(r"(refund|payment|pay)\b", sentence) and not re.search(r"\balso|how much|cancel|"
+                                                                                     r"return", sentence)
+            new = not wishes or wanted and wants and not money and not re.match(r"but (?!after)|"
+                                                                                r"in fact", sentence, re.I)
             wishes[len(wishes) - (not new):] = [text if new else f"{wishes[-1]} {text}"]
-            wanted = bool(wants) if new else wanted or bool(wants)
+            wanted = wants or wanted and not new
     for sentence in split_sentences(instructions):
         rule = parse_rule(sentence)
         if rule:
             rules.append(rule)
-        elif re.search(r"^you (also|now|then) |^then |^lastly|^finally|suddenly|want to know", sentence, re.I) \
-                and re.search(WANT_WORDS, sentence):
+        elif re.search(r"^(you (also|now|then) |then |lastly|finally)|suddenly|"
+                       r"want to know", sentence, re.I) and re.search(
+                WANT_WORDS, sentence):
             later.append(first_person(sentence))
-        elif not re.search(STAGE_WORDS, sentence, re.I) and (
-                not re.match(r"you( are|'re) ", sentence, re.I) or re.search(r"willing|fine|\bok\b|happy with", sentence)):
-            notes.append(first_person(sentence))  # "You are ..." alone is the character, not the case
+        elif not re.search(STAGE_WORDS, sentence, re.I) and (  # "You are ..." alone is the character, not the case
+                not re.match(r"you( are|'re) ", sentence, re.I) or re.search(r"willing|fine|\bok\b|"
+                                                                             r"happy with", sentence)):
+            notes.append(first_person(sentence))
     for sentence in split_sentences(unknown):
         rule = parse_rule(sentence)
         (rules if rule else unknowns).append(rule or first_person(sentence))
-    notes += [first_person(s) for s in split_sentences(known)]
     everything = f"{reason}\n{instructions}"
     facts = {t: list(dict.fromkeys(re.findall(p, known + "\n" + everything))) for t, p in VALUE_PATTERNS.items()}
-    facts["zip"] = list(dict.fromkeys(re.findall(r"(?<![\w#$-])\d{5}\b", known)))
+    facts["zip code"] = list(dict.fromkeys(re.findall(r"(?<![\w#$-])\d{5}\b", known)))
     facts["name"] = re.findall(r"(?:[Yy]ou are|[Yy]our? name is|[Yy]ou're|[Yy]our name:|called)\s+(?:user )?"
                                r"((?:[A-Z][\w'-]+)(?: [A-Z][\w'-]+)*)", known)[:1]
+    notes += [first_person(s) for s in split_sentences(known)]
     one_go, insists = (bool(re.search(p, everything, re.I)) for p in (ONE_GO_WORDS, r"\binsist|persistent|take no for"))
-    return ScenarioScript(tuple(wishes + later), tuple(notes), tuple(rules), facts, tuple(unknowns), one_go, insists)
+    return ScenarioScript(wishes + later, notes, rules, facts, unknowns, one_go, insists)
 
 
-# ------------------------------------------------------------------ ScriptedUser: answering
 def content_words(text: str) -> set[str]:
     """Words that carry meaning, with plural and -ing/-ed endings cut, for overlap between question and sentence."""
     words = [w for w in re.findall(r"[a-z0-9#]+", text.lower()) if w not in SMALL_WORDS]
     return {re.sub(r"(ies|es|s|ing|ed|e)$", "", w) if len(w) > 3 else w for w in words}
 
 
-def best_sentence(question: str, sentences: list[str]) -> str | None:
-    """The sentence that shares most content words with the question; the first of equals; None when none shares any."""
-    asked = content_words(question)
-    best = max(sentences, key=lambda s: len(asked & content_words(s)), default="")
-    return best if asked & content_words(best) else None
-
-
 def asked_topics(question: str) -> list[str]:
-    return [t for t, (asks, _, _) in USER_TOPICS.items() if re.search(asks, question)]
+    return [t for t, (asks, _) in USER_TOPICS.items() if re.search(asks, question)]
 
 
 ACTION_SYNONYMS = {"cancel": r"cancel|remov|refund|undo", "return": r"return|refund|money back|send back",
                    "exchange": r"exchang|swap|replac|chang|switch|instead|different|new|modif|upgrad|want"}
-PAYMENT_SYNONYMS = {"gift": r"gift|\bgc\b", "paypal": r"paypal", "credit": r"credit|visa|master|amex|\bcc\b|card ending"}
+PAYMENT_SYNONYMS = {"gift": r"gift|\bgc\b", "paypal": r"paypal", "credit": r"credit|visa|master|amex|\bcc\b|"
+                                                                           r"card ending"}
 
 
 class ScriptedCustomer:
@@ -259,8 +248,7 @@ class ScriptedCustomer:
         self.heard, self.said, self.told = texts["assistant"] or [""], texts["user"], " ".join(texts["user"])
         self.last, self.low = self.heard[-1], self.heard[-1].lower()
         self.says = {act for act, words in AGENT_SAYS.items() if re.search(words, self.low)}
-        self.rule_texts = [r.text for r in self.script.rules]
-        self.sentences = [*self.script.notes, *self.script.wishes, *self.rule_texts]
+        self.texts = [*self.script.wishes, *self.script.notes, *(r.text for r in self.script.rules)]
         self.current = next((w for w in reversed(self.script.wishes) if w in self.told), "")  # the wish told last
         self.draw = zlib.crc32(f"{conversation.seed}|{len(conversation.messages)}|{self.last}".encode())
 
@@ -270,14 +258,13 @@ class ScriptedCustomer:
 
     def speak(self) -> str:
         """What to say to the agent's last message."""
-        script, low, says = self.script, self.low, self.says
-        untold = [w for w in script.wishes if w not in self.told]
+        wishes, low, says, answers, confirms = self.script.wishes, self.low, self.says, [], False
+        untold = [w for w in wishes if w not in self.told]
         if "transfer" in says and not low.rstrip().endswith("?"):
             return USER_TRANSFER
         if not self.said:
-            opening = " ".join(script.wishes if script.one_go else script.wishes[:1]) or "I need some help, please."
+            opening = " ".join(wishes if self.script.one_go else wishes[:1]) or "I need some help, please."
             return self.pick("Hi! ", "Hello. ", "") + opening
-        answers, confirms = [], False
         for sentence in split_sentences(self.last):
             question = sentence.lower()
             if re.search(AGENT_SAYS["more"], question) or \
@@ -287,15 +274,12 @@ class ScriptedCustomer:
                 confirms = True
             elif re.search(AGENT_SAYS["ask"], question) and re.search(r"\?|please|need|provide|let me know", question):
                 answers.append(self.answer(sentence))
-        identity = set(asked_topics(low)) & {"email", "name", "zip", "user id"}
+        identity = [t for t in ("email", "name", "zip code", "user id") if t in asked_topics(low)]
         rule = None if identity else self.next_rule("denied")
-        if rule:
-            return rule.text
-        if "denied" in says and identity and not answers and not confirms:
-            return " ".join(self.fact(t) for t in ("email", "name", "zip", "user id") if script.facts[t]) \
-                or "I do not know more than that."
-        rule = self.next_rule("confirm") if confirms else None
-        rule = rule or (self.next_rule("note") if confirms or answers else None)
+        if not rule and "denied" in says and identity and not answers and not confirms:
+            return " ".join(self.fact(t) for t in ("email", "name", "zip code", "user id") if self.script.facts[t]
+                            ) or "I do not know more than that."
+        rule = rule or confirms and self.next_rule("confirm") or (confirms or answers) and self.next_rule("note")
         if rule:
             return rule.text
         if confirms:
@@ -303,33 +287,28 @@ class ScriptedCustomer:
         if answers:
             return " ".join(list(dict.fromkeys(answers))[:3])
         if "more" not in says and "open" in says:
-            return (script.wishes if self.said[-1:] == list(script.wishes[:1]) else untold or script.wishes
-                    or ["I do not know."])[0]
+            return (wishes if self.said[-1:] == wishes[:1] else untold or wishes or ["I do not know."])[0]
         if "more" not in says and "busy" in says:
             return self.pick("Okay.", "Okay, thank you.")
         if "more" not in says and "denied" in says and not untold and "no other way" not in self.told:
             return "Is there really no other way?"
-        if not says & {"more", "done", "denied"}:
-            return self.small_talk()
-        if script.insists and "denied" in says and self.told.count("I insist") < 2:
-            return "I insist. " + script.wishes[0]
-        return untold[0] if untold else self.pick("Thank you, that is all. ", "No, that is all. Thanks! ", "Thanks, bye. "
-                                                  ) + USER_STOP
-
-    def small_talk(self) -> str:
-        """A message that asks nothing: wait politely twice, then give up on an agent that makes no sense."""
-        idle = 0
-        while idle < len(self.said) and re.match(r"(Okay|Sorry, I do not understand)", self.said[-1 - idle]):
-            idle += 1
-        if idle >= 2 or idle and self.heard[-1:] == self.heard[-2:-1]:
-            return "This does not help me. Goodbye. " + USER_STOP
-        return "Sorry, I do not understand. What do you need from me?" if idle else self.pick("Okay.", "Okay, thank you.")
+        if not says & {"more", "done", "denied"}:  # nothing is asked: wait politely twice, then give up on the agent
+            idle = [bool(re.match(r"Okay|"
+                                  r"Sorry, I do not understand", t)) for t in [*self.said[::-1], "end"]].index(False)
+            if idle >= 2 or idle and self.heard[-1:] == self.heard[-2:-1]:
+                return "This does not help me. Goodbye. " + USER_STOP
+            return "Sorry, I do not understand. What do you need from me?" if idle else \
+                self.pick("Okay.", "Okay, thank you.")
+        if self.script.insists and "denied" in says and self.told.count("I insist") < 2:
+            return "I insist. " + wishes[0]
+        goodbye = self.pick("Thank you, that is all. ", "No, that is all. Thanks! ", "Thanks, bye. ") + USER_STOP
+        return untold[0] if untold else goodbye
 
     def next_rule(self, kind: str) -> ScenarioRule | None:
         """The unused rule of this kind that fits the agent's message best; in order among equals.
 
-        Half of the words of X make X come about. A plain refusal ("denied" is heard) needs one word, or none where it
-        or the rule names nothing in particular ("Sorry, that is not possible."); a request to confirm needs none.
+        Half of the words of X make X come about. A refusal needs one word, or none where it or the rule names nothing
+        in particular ("Sorry, that is not possible."); a request to confirm needs none.
         """
         words, best, best_score = content_words(self.last), None, -1
         for rule in self.script.rules:
@@ -342,109 +321,115 @@ class ScriptedCustomer:
         return best
 
     def objection(self) -> str | None:
-        """What contradicts the scenario in the plan to confirm: order, action, reason or payment; None if nothing does."""
-        script, low, everything = self.script, self.low, " ".join(self.sentences).lower()
-        named = [v.strip("#") for v in re.findall(VALUE_PATTERNS["order"].lower(), low)]
-        own = [v.strip("#").lower() for v in script.facts["order"]]
+        """What contradicts the scenario in the plan to confirm: order, action, reason or payment; None: nothing."""
+        wishes, low, everything = self.script.wishes, self.low, " ".join(self.texts).lower()
+        named, own = ([v.strip("#") for v in re.findall(r"#w\d{7}|\bw\d{7}", t)] for t in (low, everything))
         if own and named and not set(own) & set(named) and not re.search(
                 r"other|another|pending|recent|\ball |\bany |both|orders|guess|not sure|not 100", everything):
-            return f"No, I mean order {script.facts['order'][0]}."
-        about = [w for w in script.wishes if any(n in w.lower() for n in named)]
-        scope = " ".join(about + self.rule_texts).lower() if about else everything
-        plan = re.search(r"(?:me to|shall i|should i|can i|may i|i will|i'll|like to|want to|going to|you to) (\w+)", low)
+            return f"No, I mean order {self.script.facts['order number'][0]}."
+        about = [w for w in wishes if any(n in w.lower() for n in named)]
+        scope = " ".join(about + [r.text for r in self.script.rules]).lower() if about else everything
+        plan = re.search(r"(?:me to|shall i|should i|can i|may i|i will|i'll|like to|want to|going to|"
+                         r"you to) (\w+)", low)
         verb = plan[1] if plan else ""
-        if verb in ACTION_SYNONYMS and not re.search(ACTION_SYNONYMS[verb], scope):
+        if not re.search(ACTION_SYNONYMS.get(verb, ""), scope):
             return "No. " + (about or [self.current])[0]
-        texts = [*script.wishes, *script.notes, *self.rule_texts]
         for offered, wanted in (("mistake", "no longer need"), ("no longer need", "mistake")):
             if verb == "cancel" and offered in low and offered not in everything and wanted in everything:
-                return "No. " + self.reason(next(t for t in texts if wanted in t.lower()))
-        paying = [t for t in self.rule_texts if re.search(USER_TOPICS["payment"][1], t, re.I)] or texts
-        kinds, mine = ([k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, t)] for t in (low, " ".join(paying).lower()))
+                return "No. " + reason_clause(next(t for t in self.texts if wanted in t.lower()))
+        paying = [r.text for r in self.script.rules if re.search(USER_TOPICS["payment"][1], r.text, re.I)] or self.texts
+        kinds, mine = ([k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, t)]
+                       for t in (low, " ".join(paying).lower()))
         if len(kinds) == 1 and len(mine) == 1 and kinds != mine and not re.search(r"original|other", everything):
-            return "No. " + next(t for t in [*paying, *texts] if re.search(PAYMENT_SYNONYMS[mine[0]], t, re.I))
+            return "No. " + next(t for t in [*paying, *self.texts] if re.search(PAYMENT_SYNONYMS[mine[0]], t, re.I))
         return None
 
     def answer(self, sentence: str) -> str:
         """Answer one question from the scenario; what the scenario does not give, the customer does not know."""
         question, facts, script = sentence.lower(), self.script.facts, self.script
-        topics = asked_topics(question)
+        topics, asked = asked_topics(question), content_words(sentence)
         for rule in script.rules:  # "If asked for your zip code, say ..." comes before the plain fact
             about = asked_topics(rule.trigger.lower())
             words = content_words(rule.trigger) or content_words(rule.text)
-            if rule.kind == "asked" and rule.text not in self.told and (
-                    set(topics) & set(about) if about else words & content_words(sentence)):
+            hit = set(topics) & set(about) if about else asked & words
+            if rule.kind == "asked" and rule.text not in self.told and hit:
                 return rule.text
         if "email" in topics and facts["email"] and len(topics) > 1:
-            topics = ["email"] + [t for t in topics if t not in ("email", "name", "zip")]
+            topics = ["email"] + [t for t in topics if t not in ("email", "name", "zip code")]
         known = [t for t in topics if facts.get(t)]
-        if set(topics) & {"name", "zip"} and not facts["name"] and facts["user id"] and "user id" not in known:
+        if set(topics) & {"name", "zip code"} and not facts["name"] and facts["user id"] and "user id" not in known:
             known.insert(0, "user id")
-        if known[:2] == ["zip", "name"]:
+        if known[:2] == ["zip code", "name"]:
             return self.pick("I am {}, zip code {}.", "My name is {} and my zip code is {}.", "{}, {}.").format(
-                facts["name"][0], " or ".join(facts["zip"]))
+                facts["name"][0], " or ".join(facts["zip code"]))
         if known:
             return " ".join(self.fact(t) for t in known)
+
+        def overlap(text: str) -> int:
+            return len(asked & content_words(text))
+
         sentences = [*script.notes, *script.wishes, *(r.text for r in script.rules if r.kind in ("note", "asked"))]
         for topic in topics:
             unknown, about = ([s for s in source if re.search(USER_TOPICS[topic][1], s, re.I)]
                               for source in (script.unknown, sentences))
-            about.sort(key=lambda s: topic == "address" and not re.search(r"\d \w+ \w+,|suite \d", s, re.I))  # a street first
-            found = about[0] if topic == "address" and about else best_sentence(question, about) or (about or [""])[0]
+            street = [s for s in about if topic == "address" and re.search(r"\d \w+ \w+,|suite \d", s, re.I)]
+            if topic == "reason" and about:
+                return reason_clause(max(about, key=overlap))
             if unknown or about:
-                return self.reason(found) if topic == "reason" and about else (unknown or [found])[0]
+                return (unknown or street or [max(about, key=overlap)])[0]
         if topics:
-            return NOT_GIVEN.get(topics[0], f"I do not know my {topics[0]}.")
-        found = best_sentence(question, [*sentences, *script.unknown])
-        if not found and re.search(r"item|product|order|which one|what exactly|detail|do you want", question):
-            found = self.current or (script.wishes or ("I do not know.",))[0]
-        return found or self.pick("I do not know.", "Sorry, I do not know that.")
+            return {"payment": "I have no preference.", "reason": "I have no special reason."}.get(
+                topics[0], f"I do not know {topic_words(topics[0])}.")
+        best = max([*sentences, *script.unknown], key=overlap, default="")
+        if best and overlap(best):
+            return best
+        if re.search(r"item|product|order|which one|what exactly|detail|do you want", question):
+            return self.current or (script.wishes or ["I do not know."])[0]
+        return self.pick("I do not know.", "Sorry, I do not know that.")
 
     def fact(self, topic: str) -> str:
         """A known value as a sentence; order numbers of the wish under discussion come before all others."""
-        values = [v for v in self.script.facts[topic] if topic in ("order", "reservation") and v in self.current]
-        return USER_TOPICS[topic][2].format((" or " if topic == "zip" else " and ").join(values or self.script.facts[topic]))
-
-    def reason(self, sentence: str) -> str:
-        """The reason alone: "I want to cancel it because I no longer need it." -> "Because I no longer need it." """
-        m = re.search(r"\b(because|since|due to|as it)\b.*", sentence)
-        return m[0][:1].upper() + m[0][1:] if m else sentence
+        values = [v for v in self.script.facts[topic] if re.match("order|reserv", topic) and v in self.current]
+        words = topic_words(topic)
+        joined = (" or " if topic == "zip code" else " and ").join(values or self.script.facts[topic])
+        return f"{words[0].upper()}{words[1:]} is {joined}."
 
     def device(self, conversation) -> UserTurn | None:
         """Carry out what the agent asks for with the customer's own tools (telecom) and report what they return.
 
-        One action for each message (tau2's guideline); a switch that ended up on the wrong side is pressed again; whether
-        the issue is over is looked up, never made up. None: the message is not about the device.
+        One action for each message (tau2's guideline); a switch that ended up on the wrong side is pressed again;
+        whether the issue is over is looked up, never made up. None: the message is not about the device.
         """
         start = max(i for i, m in enumerate(conversation.messages) if m["role"] == "assistant")
         calls = [c for m in conversation.messages[start:] for c in m.get("tool_calls") or []]
         results = [m["content"] for m in conversation.messages[start:] if m["role"] == "tool"]
-        low = re.sub(r"\bon (or|/) off\b", "", self.low)
-        goal = " ".join([*self.script.wishes, *(s for s in self.sentences if "issue resolved" in s)]).lower()
+        low, tools = re.sub(r"\bon (or|/) off\b", "", self.low), [t["function"] for t in conversation.user_tools]
+        goal = " ".join([*self.script.wishes, *(s for s in self.texts if "issue resolved" in s)]).lower()
         check, good = next(g for g in DEVICE_GOALS if g[2] in goal)[:2]
-        closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|(working|works?) (now|again|fine|properly)|now work", low)
+        closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|(working|works?) (now|again|fine|properly)|"
+                                                 r"now work", low)
         if results:
             wanted = re.search(r"\b(?:turn|switch|toggle|put)\b[^.]*?\b(on|off)\b(?! your)|\b(enable|disable)\b", low)
             state = re.search(r"is now (on|off)", results[-1].lower())
-            if len(calls) == 1 and wanted and state and ((wanted[1] or wanted[2]) in ("on", "enable")) != (state[1] == "on"):
+            if len(calls) == 1 and wanted and state and (wanted[0][-2:] in ("on", "le") and wanted[2] != "disable") != (
+                    state[1] == "on"):
                 return UserTurn(tool_calls=calls)
             report = "; ".join(results[-1].split("\n"))
-            if closing and calls[-1]["name"] == check:
-                report = f"It works now, thank you! {USER_STOP}" if re.search(good, report.lower()) else \
-                    f"It still does not work. {report}"
-            return UserTurn(report)
-        if "transfer" in self.says:
-            return None
-        tools = [t["function"] for t in conversation.user_tools]
-        tool = None if re.search(r"\b(full|your) name|phone number|e-?mail|address", low) else requested_tool(self.last, tools)
-        if closing and not tool:
+            if not closing or calls[-1]["name"] != check:
+                return UserTurn(report)
+            fixed = re.search(good, report.lower())
+            return UserTurn(f"It works now, thank you! {USER_STOP}" if fixed else f"It still does not work. {report}")
+        private = re.search(r"\b(full|your) name|phone number|e-?mail|address", low) or "transfer" in self.says
+        tool = None if private else requested_tool(self.last, tools)
+        if tool:
+            arguments = tool_arguments(tool, low)
+            return UserTurn("Which one exactly do you mean?") if arguments is None else UserTurn(
+                tool_calls=[{"name": tool["name"], "arguments": arguments}])
+        if closing and "transfer" not in self.says:
             return UserTurn(tool_calls=[{"name": check, "arguments": {}}])
-        if not tool:
-            odd = re.search(r"^please|could you|can you", low) and not asked_topics(low) and "confirm" not in self.says
-            return UserTurn("I do not know how to do that on my phone.") if odd else None
-        arguments = tool_arguments(tool, low)
-        return UserTurn("Which one exactly do you mean?") if arguments is None else \
-            UserTurn(tool_calls=[{"name": tool["name"], "arguments": arguments}])
+        odd = re.search(r"^please|could you|"
+                        r"can you", low) and not asked_topics(low) and not self.says & {"confirm", "transfer"}
+        return UserTurn("I do not know how to do that on my phone.") if odd else None
 
 
 class ScriptedUser:
@@ -453,39 +438,48 @@ class ScriptedUser:
 
     def reply(self, conversations: list) -> list[UserTurn]:
         """One turn for each conversation; nothing is kept between calls."""
-        turns = []
-        for conversation in conversations:
-            me = ScriptedCustomer(conversation)
-            own = me.device(conversation) if conversation.user_tools and me.said else None
-            turns.append(own or UserTurn(me.speak()))
-        return turns
+        people = [(c, ScriptedCustomer(c)) for c in conversations]
+        return [(me.device(c) if c.user_tools and me.said else None) or UserTurn(me.speak()) for c, me in people]
+
+
+def topic_words(topic: str) -> str:
+    return ("the " if re.match("order|reserv", topic) else "my ") + topic
+
+
+def reason_clause(sentence: str) -> str:
+    """The reason alone: "I want to cancel it because I no longer need it." -> "Because I no longer need it." """
+    m = re.search(r"\b(because|since|due to|as it)\b.*", sentence)
+    return m[0][:1].upper() + m[0][1:] if m else sentence
 
 
 # The tool that shows whether the issue is over, what it then returns, and a word of the scenario by which it is chosen.
 DEVICE_GOALS = (("can_send_mms", r"can send", "mms"), ("run_speed_test", r"excellent", "internet"),
                 ("check_status_bar", r"^(?!.*(no signal|airplane)).*(poor|fair|good|excellent)", ""))
-LOOK_WORDS = r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|verify|tell|returns|measures?|run|try|can you|send)\b"
-CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|grants?|"
-                r"allow|gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
+LOOK_WORDS = (r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|verify|tell|returns|measures?|run|try|"
+              r"can you|"
+              r"send)\b")
+CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|"
+                r"grants?|allow|"
+                r"gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
 AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can)\b|\b(shall|should|may|can) i\b|(want|like) me to"
 DEVICE_SYNONYMS = (
     (r"_", " "), (r"wi-fi", "wifi"), (r"re-(insert|seat)", r"re\1"), (r"power[- ]cycl\w+|restart\w*", "reboot"),
-    (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"),
-    (r"(turn|switch) off (your |the )?vpn|disable (your |the )?vpn", "disconnect vpn"),
-    (r"mode preference|network type|preferred network", "network mode preference"))
+    (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"), (r"(turn|switch) off (your |the )?vpn|"
+                                                                               r"disable (your |the )"
+     r"?vpn", "disconnect vpn"), (r"mode preference|network type|preferred network", "network mode preference"))
 
 
 def device_words(text: str) -> set[str]:
-    text = text.lower()
     for pattern, word in DEVICE_SYNONYMS:
-        text = re.sub(pattern, word, text)
+        text = re.sub(pattern, word, text.lower())
     return content_words(text)
 
 
 def requested_tool(text: str, tools: list[dict]) -> dict | None:
     """The tool that the agent's words ask for: they share its rarest words, above all those of its name; or None."""
     text = " ".join(s for s in split_sentences(text) if not re.search(AGENT_ACTS, s.lower()))
-    looks, changes = (m.start() if m else len(text) for m in (re.search(p, text.lower()) for p in (LOOK_WORDS, CHANGE_WORDS)))
+    looks, changes = (next((m.start() for m in re.finditer(words, text.lower())), len(text))
+                      for words in (LOOK_WORDS, CHANGE_WORDS))
     asked, words = device_words(text), {t["name"]: device_words(t["name"] + " " + t["description"]) for t in tools}
 
     def score(tool: dict) -> float:
@@ -500,36 +494,37 @@ def requested_tool(text: str, tools: list[dict]) -> dict | None:
 
 
 def tool_arguments(tool: dict, low: str) -> dict | None:
-    """Arguments that the agent's words give: an allowed value, or the word before "app" / "permission"; None: missing."""
+    """Arguments as the agent words them: an allowed value, or the word before "app" / "permission"; None: not all."""
     values, spoken = {}, set(re.findall(r"[a-z0-9]+", low))
     for name in tool["parameters"].get("required", []):
         kind, what = json.dumps(tool["parameters"]["properties"][name]), name.split("_")[0]
-        allowed = [v for d in tool["parameters"].get("$defs", {}).values() if f"/{d['title']}\"" in kind
-                   for v in d.get("enum", [])]
-        best = max(allowed, key=lambda v: (v in low, len(spoken & set(v.split("_")))), default="")
-        hits = re.findall(rf"\b{what}s?(?: name)?:? (?:is |called |named )?['\"](\w+)|\b(?!(?:the|your|this|that|an?|each|to|"
-                          rf"of|specific|default|any|app|which|following)\b)(\w+)['\"]? {what}", low)
-        values[name] = (best if spoken & set(best.split("_")) else None) if allowed else next((a or b for a, b in hits), None)
+        defs = [d for d in tool["parameters"].get("$defs", {}).values() if f"/{d['title']}\"" in kind]
+        allowed = [v for d in defs for v in d.get("enum", []) if spoken & set(v.split("_"))]
+        best = max(allowed, key=lambda v: (v in low, len(spoken & set(v.split("_")))), default=None)
+        hits = re.findall(rf"\b{what}s?(?: name)?:? (?:is |called |named )?['\"](\w+)|"
+                          r"\b(?!(?:the|your|this|that|an?|each|to|of|specific|default|any|app|which|following)\b)(\w+)['\"]? "
+                          + what, low)
+        values[name] = best if defs else next((a or b for a, b in hits), None)
     return None if None in values.values() else values
 
 
 # ------------------------------------------------------------------ customers that a model plays, and recorded ones
 def customer_view(conversation) -> tuple[str, list[dict]]:
-    """What a model that plays the customer is shown: (tau2's own guidelines with the scenario, messages, roles swapped)."""
+    """What a model that plays the customer is shown: (tau2's guidelines with the scenario, messages, roles swapped)."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing tau2 waits for the network
     from tau2.user.user_simulator import SYSTEM_PROMPT, get_global_user_sim_guidelines
     guidelines = get_global_user_sim_guidelines(use_tools=bool(conversation.user_tools))
-    system = SYSTEM_PROMPT.format(instructions=str(conversation.scenario), global_user_sim_guidelines=guidelines)
-    swap = {"assistant": "user", "user": "assistant"}
-    return system, [{**m, "role": swap.get(m["role"], m["role"])} for m in conversation.messages]
+    swap = {"assistant": "user", "user": "assistant", "tool": "tool"}
+    return (SYSTEM_PROMPT.format(instructions=str(conversation.scenario), global_user_sim_guidelines=guidelines),
+            [{**m, "role": swap[m["role"]]} for m in conversation.messages])
 
 
 def read_turn(text: str, calls: list[dict], conversation) -> UserTurn:
     """A model's answer as a turn; nothing said and nothing done, or a tool that is not there, is a fault."""
     names = [t["function"]["name"] for t in conversation.user_tools]
-    wrong = next((str(c["name"]) for c in calls if c["name"] not in names or not isinstance(c["arguments"], dict)), None)
+    wrong = [c["name"] for c in calls if c["name"] not in names or not isinstance(c["arguments"], dict)]
     if wrong or not (calls or text.strip()):
-        return UserTurn(fault=f"the customer's model called {wrong!r}" if wrong else "the customer's model said nothing")
+        return UserTurn(fault=f"the customer's model {f'called {wrong[0]!r}' if wrong else 'said nothing'}")
     return UserTurn(tool_calls=calls) if calls else UserTurn(text.strip())
 
 
@@ -537,9 +532,9 @@ class LLMUser:
     """A customer behind any OpenAI-compatible endpoint, with tau2's guidelines; waiting conversations are concurrent.
 
     Args:
-        model: name that the endpoint knows. base_url: None is OpenAI itself.
-        timeout_s: of one request. deadline_s: of a whole turn. retries: further attempts after 408, 409, 429, 5xx, a
-            broken or empty answer or no connection; the pause before them doubles, from pause_s.
+        model: name that the endpoint knows. base_url: None is OpenAI. timeout_s: of a request; deadline_s: of a turn.
+        retries: further attempts after 408, 409, 429, 5xx, a broken or empty answer or no connection; the pauses double
+            from pause_s.
     The key is OPENAI_API_KEY in the environment (local servers need none); it is cut out of every fault.
     """
 
@@ -559,18 +554,17 @@ class LLMUser:
         for job in [pool.submit(self._turn, c, end) for c in conversations]:
             try:
                 turns.append(job.result(timeout=max(0.0, end - time.monotonic())))
-            except LateError:
+            except TimeoutError:
                 turns.append(UserTurn(fault=f"{self.name}: no answer within {self.deadline_s:g} s"))
         pool.shutdown(wait=False, cancel_futures=True)
         return turns
 
     def _turn(self, conversation, end: float) -> UserTurn:
         from openai import APIStatusError, OpenAIError
-        system, messages = customer_view(conversation)
-        request = {"model": self.model, "seed": conversation.seed, "messages": openai_messages(system, messages)}
+        wire = openai_messages(*customer_view(conversation))
+        request = {"model": self.model, "seed": conversation.seed, "messages": wire}
         request |= {"tools": conversation.user_tools} if conversation.user_tools else {}
         for attempt in range(self.retries + 1):
-            time.sleep(max(0.0, min(self.pause_s * 2 ** (attempt - 1), end - time.monotonic())) if attempt else 0.0)
             try:
                 said = self.client.chat.completions.create(**request).choices[0].message
                 calls = [{"name": c.function.name, "arguments": json.loads(c.function.arguments or "{}")}
@@ -579,13 +573,15 @@ class LLMUser:
                 if not turn.fault:
                     return turn
                 reason = turn.fault
-            except (OpenAIError, ValueError, AttributeError, TypeError, IndexError) as error:  # all but the first: bad JSON
+            except (OpenAIError, ValueError, AttributeError, TypeError, IndexError) as error:  # the last: broken JSON
                 status = getattr(error, "status_code", "")
                 reason = f"{type(error).__name__} {status}: {str(error)[:200]}"
                 if isinstance(error, APIStatusError) and status < 500 and status not in (408, 409, 429):
                     break
-            if time.monotonic() >= end:
+            pause = self.pause_s * 2 ** attempt
+            if attempt == self.retries or time.monotonic() + pause >= end:
                 break
+            time.sleep(pause)
         clean = re.sub(r"sk-[\w*-]+", "***", reason.replace(os.environ.get("OPENAI_API_KEY") or "\0", "***"))
         return UserTurn(fault=f"{self.name}: {clean} (attempt {attempt + 1} of {self.retries + 1})")
 
@@ -596,16 +592,16 @@ def openai_messages(system: str, messages: list[dict]) -> list[dict]:
     for m in messages:
         wire.append({"role": m["role"], "content": m.get("content") or ""})
         if m.get("tool_calls"):
-            waiting = [f"call_{len(wire)}_{i}" for i in range(len(m["tool_calls"]))]
-            wire[-1]["tool_calls"] = [{"id": call_id, "type": "function", "function": {
-                "name": c["name"], "arguments": json.dumps(c["arguments"])}} for call_id, c in zip(waiting, m["tool_calls"])]
+            wire[-1]["tool_calls"] = [{"id": f"call_{len(wire)}_{i}", "type": "function", "function": {
+                "name": c["name"], "arguments": json.dumps(c["arguments"])}} for i, c in enumerate(m["tool_calls"])]
+            waiting = [c["id"] for c in wire[-1]["tool_calls"]]
         elif m["role"] == "tool":
             wire[-1]["tool_call_id"], waiting = waiting[0], waiting[1:]
     return wire
 
 
 class PolicyUser:
-    """The policy's own frozen base plays the customer: same weights, LoRA adapter off, tau2's guidelines, its own cache.
+    """The policy's frozen base plays the customer: same weights, LoRA adapter off, tau2's guidelines, own cache.
 
     Args:
         model: a PEFT model (its adapter is off while the customer speaks) or, with `frozen`, a copy that nobody trains.
@@ -617,7 +613,7 @@ class PolicyUser:
     def __init__(self, model, chat, generate_turns, make_row, *, frozen: bool = False, max_context: int = 16384,
                  max_new_tokens: int = 256, temperature: float = 0.0):
         if not frozen and not hasattr(model, "disable_adapter"):
-            raise ValueError("the policy can play the customer only with a LoRA adapter, or as a frozen copy (--ref-copy): "
+            raise ValueError("the policy can play the customer with a LoRA adapter or as a frozen copy (--ref-copy): "
                              "full weights change while they train, and with them the customer")
         if chat.family == "tiny":
             raise ValueError("the small policy cannot play the customer: its prompt holds no instructions")
@@ -629,18 +625,17 @@ class PolicyUser:
         """One turn each, in one batch; tokens and keys are kept from turn to turn."""
         if all(len(c.messages) == 1 for c in conversations):  # new episodes: the old ones are over
             self.rows, self.cache = {}, None
-        rows = [self._row(c) for c in conversations]
+        rows, turns = [self._row(c) for c in conversations], []
         able = [r for r in rows if len(r.ids) < self.max_context]
         if able:
             kept = dict(self.cache.held) if self.cache else {}  # also of conversations in which the agent is at work
-            off = self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext()
-            with off:
+            with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
                 self.cache = self.generate_turns(self.model, able, stop_ids=self.chat.stop_ids, pad_id=self.chat.pad_id,
                                                  cache=self.cache, **self.sampling)
             self.cache.held = kept | self.cache.held
-        turns = []
         for c, row in zip(conversations, rows):
-            turns.append(self._read(c, row) if row in able else UserTurn(fault=f"{c.key}: the customer's context is full"))
+            full = UserTurn(fault=f"{c.key}: the customer's context is full")
+            turns.append(self._read(c, row) if row in able else full)
             own = {"role": "user", "content": turns[-1].text, "tool_calls": turns[-1].tool_calls}
             self.rows[conversation_hash(c, [*c.messages, own])] = row
         return turns
@@ -650,14 +645,13 @@ class PolicyUser:
         system, messages = customer_view(conversation)
         spoken = max((i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
         old = self.rows.get(conversation_hash(conversation, conversation.messages[:spoken]))
-        if old is None or not spoken:
-            row, new = self.make_row([], f"user/{conversation.key}", self.max_context), \
-                self.chat.prompt_ids(system, conversation.user_tools, messages)
-        else:
-            row, new = copy.copy(old), self.chat.suffix_ids(old.sampled, messages[spoken:])
-            if id(old) in self.cache.held:
-                self.cache.held[id(row)] = self.cache.held[id(old)]
-        row.hear(new)
+        if old is None:
+            row = self.make_row([], f"user/{conversation.key}", self.max_context)
+            row.hear(self.chat.prompt_ids(system, conversation.user_tools, messages))
+            return row
+        row = copy.copy(old)  # siblings may have said the same so far
+        row.hear(self.chat.suffix_ids(old.sampled, messages[spoken:]))
+        self.cache.held |= {id(row): self.cache.held[id(old)]} if id(old) in self.cache.held else {}
         return row
 
     def _read(self, conversation, row) -> UserTurn:
@@ -674,14 +668,13 @@ class PolicyUser:
 class ReplayUser:
     """Plays recorded turns back, or (`record`) lets another customer speak and adds its turns to the file.
 
-    A turn is found by seed, scenario and all messages so far; while recording, a conversation that is in the file gets the
-    recorded turn, so a replay gives exactly what the recording gave. Faults are not recorded.
+    A turn is found by seed, scenario and all messages so far; while recording, a conversation that is in the file gets
+    the recorded turn, so a replay gives exactly what the recording gave. Faults are not recorded.
     Raises: ValueError for a file that is missing (without `record`) or holds a broken line.
     """
 
     def __init__(self, path: str | Path, record=None):
-        self.path, self.record, self.name = Path(path), record, record.name if record else "replay"
-        self.turns = {}
+        self.path, self.record, self.name, self.turns = Path(path), record, record.name if record else "replay", {}
         if record is None and not self.path.exists():
             raise ValueError(f"no recorded conversations at {self.path}")
         for number, line in enumerate(self.path.read_text().splitlines() if self.path.exists() else [], 1):
@@ -700,7 +693,8 @@ class ReplayUser:
             fresh = dict(zip(new, self.record.reply(list(new.values()))))
             good = {k: turn for k, turn in fresh.items() if not turn.fault}
             with self.path.open("a") as file:
-                file.writelines(json.dumps({"key": k, "where": new[k].key, "turn": asdict(t)}) + "\n" for k, t in good.items())
+                for k, turn in good.items():
+                    file.write(json.dumps({"key": k, "where": new[k].key, "turn": asdict(turn)}) + "\n")
             self.turns |= good
         return [self.turns.get(k) or fresh[k] for k in keys]
 
