@@ -310,8 +310,7 @@ def test_mask_is_one_exactly_on_what_the_policy_sampled():
     """Bug: the stop token has mask 0, a tool's answer has mask 1; checked against the environment's transcript."""
     chat = tiny_chat()
     model = GptOssForCausalLM.from_pretrained(TINY, attn_implementation="sinkflex", dtype=torch.float32)
-    with torch.no_grad():  # the shipped weights may be random as well: make it stop and write calls now and then
-        episodes, _ = play(model, chat, tasks=4, group=2, max_new_tokens=60, max_turns=6)
+    episodes, _ = play(model, chat, tasks=4, group=2, max_new_tokens=60, max_turns=6)
     for e in episodes:
         assert len(e.response_ids) == len(e.response_mask) == len(e.rollout_log_probs)
         own = [ids for bit, ids in segments(e) if bit]
@@ -323,11 +322,9 @@ def test_mask_is_one_exactly_on_what_the_policy_sampled():
             assert not set(ids[:-1]) & set(chat.stop_ids)
             action = chat.parse(ids)
             assert message.get("tool_calls") or message["content"] == action
-        for ids, message in zip(heard, e.messages[3:]):
-            text = chat.tokenizer.decode(ids)
-            assert "<|assistant|>" in text and text.endswith("<|assistant|>")
-        assert all(lp <= 0 for lp in e.rollout_log_probs)
-        assert all((lp != 0) == bool(bit) for lp, bit in zip(e.rollout_log_probs, e.response_mask) if not bit)
+        assert len(heard) in (len(own) - 1, len(own))
+        assert all(chat.tokenizer.decode(ids).endswith("<|assistant|>") for ids in heard)
+        assert all(lp <= 0 and (bit or lp == 0) for lp, bit in zip(e.rollout_log_probs, e.response_mask))
 
 
 def test_observed_and_sampled_text_tell_the_transcript():
@@ -339,8 +336,9 @@ def test_observed_and_sampled_text_tell_the_transcript():
         prompt = chat.tokenizer.decode(e.prompt_ids)
         users = [m["content"] for m in e.messages if m["role"] == "user"]
         assert users[0] in prompt and zeros.count("<|assistant|>") == sum(1 for b, _ in segments(e) if not b)
-        answered = users[1:-1] if e.outcome in ("fail", "success") else users[1:]
-        assert all(text in zeros for text in answered if text)
+        assert all(zeros.count(text) >= 1 for text in users[1:-1])  # the last one may be the end: nobody answers it
+        results = sum(m["role"] == "tool" for m in e.messages)
+        assert results - 2 <= zeros.count("<|tool|>") <= results
 
 
 def test_show_colours_the_sampled_tokens(tmp_path, capsys):
@@ -379,15 +377,15 @@ def test_to_batch_by_hand():
 def test_tokens_are_drawn_from_the_softmax_at_that_temperature(temperature):
     """Bug: noise of the wrong law, a temperature applied twice, or a log-prob of another distribution."""
     torch.manual_seed(3)
-    logits, n = torch.randn(12) * 1.5, 6000
-    rows = [Row([], key=f"{temperature}/{i}") for i in range(n)]
-    draw = DrawAndRecord(rows, temperature, 0.0, torch.tensor([0]), torch.full((n,), 9))
-    picked = draw(torch.zeros(n, 1, dtype=torch.long), logits.expand(n, 12)).argmax(-1)
-    expected = (logits / temperature).softmax(-1)
+    logits, steps = torch.randn(12) * 1.5, 300
+    rows = [Row([], key=f"{temperature}/{i}") for i in range(20)]
+    draw = DrawAndRecord(rows, temperature, 0.0, torch.tensor([0]), torch.full((20,), steps))
+    picked = torch.cat([draw(None, logits.expand(20, 12)).argmax(-1) for _ in range(steps)])
+    expected, n = (logits / temperature).softmax(-1), 20 * steps
     counts = torch.bincount(picked, minlength=12)
     chi_square = ((counts - n * expected) ** 2 / (n * expected)).sum().item()
     assert chi_square < 31.3  # 11 degrees of freedom, p = 0.001
-    assert torch.allclose(draw.log_probs[0], expected.log()[picked], atol=1e-5)
+    assert torch.allclose(torch.cat(draw.log_probs), expected.log()[picked], atol=1e-5)
 
 
 def test_temperature_zero_is_greedy():
@@ -419,15 +417,15 @@ def test_the_models_generation_config_does_not_leak_in():
 @pytest.mark.parametrize("kind", ["gpt_oss", "llama"])
 def test_episodes_do_not_depend_on_batch_size_or_order(kind):
     """Bug: one random stream for the batch: another batch size, another run; a resumed step differs."""
-    model, chat, tasks = random_model(kind), acting_chat(), train_ids()[:4]
+    model, chat, tasks = random_model(kind), acting_chat(), train_ids()[:3]
     base = {(e.task_id, e.sibling): e for e in play(model, chat, tasks=tasks, group=3)[0]}
     assert list(base) == [(t, g) for t in tasks for g in range(3)]  # task-major
-    for order, most in ((tasks[::-1], 64), (tasks, 3), (tasks[1:3], 2), (tasks[:1], 1)):
+    for order, most in ((tasks[::-1], 4), (tasks[:1], 1)):
         for e in play(model, chat, tasks=order, group=3, max_batch=most)[0]:
             twin = base[e.task_id, e.sibling]
             assert (e.response_ids, e.response_mask, e.messages) == (twin.response_ids, twin.response_mask, twin.messages)
-    assert len({tuple(e.response_ids) for e in base.values()}) == 12  # siblings do differ
-    other = play(model, chat, tasks=tasks, group=3, seed=1)[0]
+    assert len({tuple(e.response_ids) for e in base.values()}) == 9  # siblings do differ
+    other = play(model, chat, tasks=tasks[:1], group=3, seed=1)[0]
     assert all(e.response_ids != base[e.task_id, e.sibling].response_ids for e in other)
 
 
