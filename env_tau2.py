@@ -48,12 +48,6 @@ MAX_ACTION_CHARS, MAX_FUNCTION_CHARS, MAX_EXPRESSION_CHARS = 100_000, 10_000, 50
 MAX_CALLS_PER_TURN, MAX_ARGUMENT_DEPTH, MAX_INTEGER = 16, 32, 10 ** 300
 
 
-def record_text(record) -> str:
-    """A record as tau2 writes it before hashing: 1 and 1.0 differ, NaN equals itself."""
-    plain = record.model_dump(warnings=False) if isinstance(record, BaseModel) else record
-    return json.dumps(plain, sort_keys=True, default=str)
-
-
 class Records(dict):
     """One table of a database for one episode: a record is copied when it is first asked for by key.
 
@@ -77,25 +71,28 @@ class Records(dict):
     def changes(self) -> dict:
         """{key: text} of records that no longer say what the table says ("null": taken away)."""
         pairs = {key: (dict.get(self, key), dict.get(self.table, key)) for key in self.keys() | self.table.keys()}
-        texts = {key: (record_text(now), record_text(was)) for key, (now, was) in pairs.items() if now is not was}
+        texts = {key: (hashed_text(now), hashed_text(was)) for key, (now, was) in pairs.items() if now is not was}
         return {key: now for key, (now, was) in texts.items() if now != was}
+
+
+def hashed_text(value, fields: set | None = None) -> str:
+    """A record, or fields of a database, as tau2 writes it before hashing: 1 and 1.0 differ, NaN equals itself."""
+    plain = value.model_dump(include=fields, warnings=False) if isinstance(value, BaseModel) else value
+    return json.dumps(plain, sort_keys=True, default=str)
 
 
 def copy_world(world: Environment) -> Environment:
     """A tau2 Environment in the same state that may be changed freely: the restore of every reset."""
     twin, memo = copy.copy(world), {}
-
-    def fresh(value):
-        if isinstance(value, DB):
-            fields = {field: getattr(value, field) for field in type(value).model_fields}
-            return type(value).model_construct(**{k: Records(v) if isinstance(v, dict) else fresh(v)
-                                                  for k, v in fields.items()})
-        return copy.deepcopy(value, memo)
-
     for side in ("tools", "user_tools"):
         kit = copy.copy(getattr(world, side))
-        if kit is not None:
-            vars(kit).update({name: fresh(value) for name, value in vars(kit).items()})
+        for name, value in list(vars(kit).items()) if kit is not None else []:
+            if isinstance(value, DB):
+                tables = {field: getattr(value, field) for field in type(value).model_fields}
+                value = type(value).model_construct(**{
+                    field: Records(table) if isinstance(table, dict) else copy.deepcopy(table, memo)
+                    for field, table in tables.items()})
+            setattr(kit, name, value if isinstance(value, DB) else copy.deepcopy(value, memo))
         setattr(twin, side, kit)
     return twin
 
@@ -107,8 +104,7 @@ def world_changes(world: Environment) -> list[dict | None]:
     """
     databases = [None if kit is None else kit.db for kit in (world.tools, world.user_tools)]
     return [db and {field: table.changes() if isinstance(table := getattr(db, field), Records)
-                    else json.dumps(db.model_dump(include={field}, warnings=False), sort_keys=True, default=str)
-                    for field in type(db).model_fields} for db in databases]
+                    else hashed_text(db, {field}) for field in type(db).model_fields} for db in databases]
 
 
 class DomainData:
@@ -131,6 +127,8 @@ class DomainData:
             if len(self.starts) > 1000:  # of synthetic tasks there is no end
                 self.starts.clear()
             world, gold, state, criteria = self.world, None, task.initial_state, task.evaluation_criteria
+            if criteria is not None and RewardType.NL_ASSERTION in criteria.reward_basis:
+                raise ValueError(f"task {task.id} is paid by a language model's verdict, which is not asked for here")
             if state is not None:
                 world = copy_world(world)
                 world.set_state(state.initialization_data, state.initialization_actions, state.message_history or [])
@@ -168,11 +166,8 @@ def do_nothing_reward(task: Task, domain: str = "retail") -> float:
     """tau2's reward for an agent that does and says nothing and a user that stops at once: what a result must beat."""
     env = Tau2Env(domain, tasks=[task])
     env.begin(task.id, seed=0)
-    if env.waiting == "user":
-        env.hear(SimpleNamespace(text=STOP, tool_calls=[], fault=None))
-    elif env.waiting == "agent":
-        env.act(STOP)
-    return env.result()[1]
+    env.end()
+    return env.reward
 
 
 @functools.lru_cache(maxsize=None)
@@ -211,10 +206,7 @@ def function_arguments(source: str) -> dict:
 
 
 def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tuple[str, dict]]]:
-    """What the policy wrote: (text for the user, or beside the calls; [(tool, arguments), ...]).
-
-    Raises: ValueError, with a text for the policy, when the turn is malformed.
-    """
+    """(text for the user or beside the calls, [(tool, arguments), ...]). Raises: ValueError where malformed."""
     if not isinstance(action, str) or not action.strip() or len(action) > MAX_ACTION_CHARS:
         raise ValueError(f"a turn is a text of 1 to {MAX_ACTION_CHARS} characters")
     text, stripped = None, action.strip()
@@ -247,11 +239,10 @@ def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tupl
 
 
 def refusal(tool: str, arguments: dict) -> str | None:
-    """Why a call may not run, where tau2 would take seconds; None for all others.
+    """Why a call may not run, where tau2 would take seconds or never answer; None for all others.
 
-    calculate is evaluated as Python: products of 500 characters are harmless, but of powers only those run whose
-    exponent is a plain number, all exponents together at most 100 (no `9**9**9`). A one-stop search from or to
-    anywhere (null) pairs all flights with all.
+    calculate is evaluated as Python: products of 500 characters are harmless, of powers only those run whose exponents
+    are plain numbers with a product up to 100. A one-stop search from or to anywhere (null) pairs all flights.
     """
     expression, power = arguments.get("expression"), r"\*\*\s*[+-]?\s*(\d+\.?\d*|\.\d+)(?![\d.]|\s*\*\*)"
     if tool == "search_onestop_flight" and None in (arguments.get("origin", ""), arguments.get("destination", "")):
@@ -319,11 +310,15 @@ class AnyText(gymnasium.spaces.Space):
         return ("How can I help?", "calculate(expression='1 + 1')")[self.np_random.integers(2)]
 
 
-def plain_customer(conversation: Conversation) -> SimpleNamespace:
-    """The user when none is given, so that gymnasium.make works alone: says all it knows at once, then stops."""
-    turns = sum(message["role"] == "user" for message in conversation.messages)
-    text = str(conversation.scenario) if turns == 0 else "That is all I know. Please go ahead." if turns < 4 else STOP
-    return SimpleNamespace(text=text, tool_calls=[], fault=None)
+class PlainCustomer:
+    """The user when none is given, so that gymnasium.make works alone: says all it knows at once, later stops."""
+
+    def reply(self, conversations: list[Conversation]) -> list[SimpleNamespace]:
+        texts = []
+        for conversation in conversations:
+            turns = sum(message["role"] == "user" for message in conversation.messages)
+            texts.append(str(conversation.scenario) if turns == 0 else "That is all I know." if turns < 4 else STOP)
+        return [SimpleNamespace(text=text, tool_calls=[], fault=None) for text in texts]
 
 
 class Tau2Env(gymnasium.Env):
@@ -357,7 +352,7 @@ class Tau2Env(gymnasium.Env):
 
     ## Arguments
     `domain`, `split` (see `domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split),
-    `user` (has `reply(conversations) -> turns`; None: `plain_customer`), `max_steps`, `max_errors`.
+    `user` (has `reply(conversations) -> turns`; None: `PlainCustomer`), `max_steps`, `max_errors`.
     `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
 
     ## Where it differs from tau2's Orchestrator
@@ -369,8 +364,8 @@ class Tau2Env(gymnasium.Env):
 
     def __init__(self, domain: str = "retail", split: str = "train", task_ids: list[str] | None = None, user=None,
                  max_steps: int = 200, max_errors: int = 10, tasks: list[Task] | None = None):
-        self.domain, self.user, self.max_steps, self.max_errors = domain, user, max_steps, max_errors
-        self.shared = domain_data(domain)
+        self.domain, self.max_steps, self.max_errors = domain, max_steps, max_errors
+        self.user, self.shared = user or PlainCustomer(), domain_data(domain)
         found = {task.id: task for task in (domain_tasks(domain, split) if tasks is None else tasks)}
         unknown = [task_id for task_id in task_ids or [] if task_id not in found]
         if unknown or not found:
@@ -465,7 +460,8 @@ class Tau2Env(gymnasium.Env):
         first = len(self.call_names) + 1
         calls = [ToolCall(id=f"call_{first + i}", name=name, arguments=arguments, requestor=role)
                  for i, (name, arguments) in enumerate(calls)] or None
-        self.record((AssistantMessage if role == "assistant" else UserMessage)(role=role, content=text, tool_calls=calls))
+        kind = AssistantMessage if role == "assistant" else UserMessage
+        self.record(kind(role=role, content=text, tool_calls=calls))
         self.steps += 1
         if not calls:
             if any(word in text for word in STOP_WORDS[role]):
@@ -542,7 +538,7 @@ class Tau2Env(gymnasium.Env):
         """Let the user move until it is the policy's turn again; a user that raises is a user_error."""
         while self.waiting == "user":
             try:
-                turn = self.user.reply([self.conversation])[0] if self.user else plain_customer(self.conversation)
+                turn = self.user.reply([self.conversation])[0]
             except Exception as error:
                 return self.fail("user_error", f"{type(error).__name__}: {error}")
             self.hear(turn)

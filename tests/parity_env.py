@@ -25,7 +25,7 @@ from tau2.data_model.simulation import SimulationRun, TerminationReason
 from tau2.domains.telecom.user_tools import TelecomUserTools
 from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 
-SHARE = {"retail": 0.35, "airline": 0.15, "telecom": 0.40, "mock": 0.10}  # of the random trajectories
+SHARE = {"retail": 0.20, "airline": 0.05, "telecom": 0.55, "mock": 0.20}  # of the random trajectories
 FRESH_VPN = copy.deepcopy(TelecomUserTools.default_vpn_details)
 TEXTS = ("One moment, please.", "I can help with that.", "Your total is $1,234.50.", "Is there anything else?", "Done.")
 JUNK = ("", "none", "0", 0, 1, -3, 2.5, True, None, [], ["x"], {}, {"a": 1}, "#W0000000", "user_1", "task_9", "1" * 40)
