@@ -489,7 +489,7 @@ def console_line(row: dict, steps: int) -> str:
         return line + " | all groups equal, nothing learned this step"
     if row["skipped_updates"]:
         return line + " | loss or gradient not finite, update skipped"
-    return line + (f" | loss {row['loss']:.4f} grad {row['grad_norm']:.3f} entropy {row['entropy']:.3f} "
+    return line + (f" | loss {row['loss']:+.1e} grad {row['grad_norm']:.3f} entropy {row['entropy']:.3f} "
                    f"equal groups {row['zero_variance_groups']} gap {row['logp_gap_max']:.1e} "
                    f"| rollout {row['rollout_s']:.1f}s update {row['update_s']:.1f}s")
 
