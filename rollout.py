@@ -80,7 +80,7 @@ class Row:
         if self.noise is None or self.noise[0] != block:
             generator = torch.Generator(device).manual_seed(stable_seed(self.key, block))
             draw = torch.empty(size, vocab, device=device).exponential_(generator=generator)
-            self.noise = (block, draw.log_().neg_())
+            self.noise = (block, draw.clamp_min_(1e-10).log_().neg_())  # a draw of 0 would force its token
         return self.noise[1][offset]
 
 
