@@ -6,6 +6,8 @@ import os
 import random
 import resource
 import shutil
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -262,7 +264,9 @@ def test_mxfp4_is_dequantised(tmp_path, big, dtype):
 def test_lora_touches_attention_only_and_always_starts_alike(big):
     """Guards against a trained router (siblings would take other experts than when sampled), a trained expert, or an
     adapter whose random half differs between a run and its resumption."""
-    policy, again = load_policy(str(big)), load_policy(str(big))
+    policy = load_policy(str(big))
+    torch.manual_seed(123)
+    again = load_policy(str(big))
     names = set(trained_weights(policy.model))
     assert policy.preset == "lora" and len(names) == 2 * 4 * 2  # A and B of four projections in two layers
     assert all("self_attn" in n and ".lora_" in n for n in names)
@@ -485,6 +489,50 @@ def save_forever(path, value):
             [p.fill_(value) for p in model.parameters()]
             [s["exp_avg"].fill_(value) for s in optimizer.state.values()]
         save_checkpoint(path / f"ckpt_{value:06d}", model, optimizer, {"step": value})
+
+
+def die_at_event(path, template, number):
+    """Child process: writes checkpoint 3 and is killed at its number-th file operation; exit code 7 if it got through."""
+    model, optimizer = template
+    seen = 0
+
+    def audit(event, arguments):
+        nonlocal seen
+        if event.startswith(("open", "os.", "shutil.")):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(audit)
+    save_checkpoint(path / "ckpt_000003", model, optimizer, {"step": 3})
+    os._exit(7)
+
+
+def test_a_kill_at_every_file_operation_leaves_a_whole_checkpoint(tmp_path, capsys):
+    """Guards against a write that is not atomic: a child is killed at its 1st, 2nd, ... file operation while it writes
+    checkpoint 3 beside 1 and 2, until one gets through. The newest is always whole, and never older than 2."""
+    context, model = multiprocessing.get_context("fork"), torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 8)).sum().backward()
+    optimizer.step()
+    for step in (1, 2):
+        save_checkpoint(tmp_path / "first" / f"ckpt_{step:06d}", model, optimizer, {"step": step})
+    found, code = [], None
+    for number in range(1, 500):
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(tmp_path / "first", run)
+        child = context.Process(target=die_at_event, args=(run, (model, optimizer), number))
+        child.start()
+        child.join()
+        code = child.exitcode
+        found.append(load_checkpoint(latest_checkpoint(run), model, optimizer)["step"])
+        if code == 7:
+            break
+        assert code == -signal.SIGKILL
+    assert code == 7 and len(found) > 20
+    assert found == sorted(found) and set(found) == {2, 3}
+    assert "damaged" not in capsys.readouterr().out
+    assert sorted(p.name for p in run.iterdir()) == ["ckpt_000002", "ckpt_000003"]
 
 
 def test_sigkill_at_random_moments_leaves_a_whole_checkpoint(tmp_path, capsys):
