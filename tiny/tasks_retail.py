@@ -22,11 +22,12 @@ from pathlib import Path
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or importing tau2 waits for the network
 
 # Share of each level when none are named: mostly what 20 minutes of learning can reach, a few that it can not.
-LEVEL_SHARES = {1: 0.35, 2: 0.35, 3: 0.20, 4: 0.06, 5: 0.04}
+LEVEL_SHARES = {1: 0.30, 2: 0.40, 3: 0.20, 4: 0.06, 5: 0.04}
 SYNTHETIC_SPLITS = ("train", "val")
 SMALL_PRODUCT = 12          # exchanges only within products of at most this many variants: their details stay short
 CANCEL_REASONS = {
-    "no longer needed": ("because you no longer need it", "as it is no longer needed", "since you do not need it anymore"),
+    "no longer needed": ("because you no longer need it", "as it is no longer needed",
+                         "since you do not need it anymore"),
     "ordered by mistake": ("because you ordered it by mistake", "as it was ordered by mistake",
                            "since you bought it by accident"),
 }
@@ -43,7 +44,7 @@ class Wish:
     answer: str = ""              # what the agent has to say when there is no write: the fact, or the refusal
     fact: str | None = None       # a string that tau2's evaluator looks for in the agent's words
     order_id: str | None = None   # wishes of one task never share an order
-    ask: str = ""                 # how the agent asks for the go-ahead
+    ask: str = ""                 # how the agent asks for the go-ahead: with the details, as the policy demands
 
 
 @lru_cache(maxsize=1)
@@ -67,7 +68,7 @@ def retail_data() -> dict:
 
 
 def split_customers(split: str) -> list[str]:
-    """User ids of a split: a fifth (by hash of the id) validate, the rest train; tau2's test customers are in neither."""
+    """User ids of a split: by hash of the id a fifth validate, the rest train; tau2's test customers do neither."""
     if split not in SYNTHETIC_SPLITS:
         raise ValueError(f"split {split!r} is not one of {SYNTHETIC_SPLITS}")
     data = retail_data()
@@ -177,7 +178,8 @@ def wish_return(rng, user_id, split, used, find=False, to_gift_card=False):
                                              "payment_method_id": payment})
     kind = "return_gift_card" if to_gift_card else "return_found" if find else "return"
     return Wish(kind, text, reads + [call], order_id=order["order_id"],
-                ask=f"Shall I return the {item['name']} of order {order['order_id']} (yes/no)?")
+                ask=f"Shall I return the {item['name']} item {item['item_id']} of order {order['order_id']}, "
+                    f"refund to {payment} (yes/no)?")
 
 
 def wish_order_address(rng, user_id, split, used):
@@ -223,7 +225,7 @@ def wish_payment(rng, user_id, split, used):
                        "You would like to change the payment of order {o} to your {w}."))
     call = ("modify_pending_order_payment", {"order_id": order["order_id"], "payment_method_id": method_id})
     return Wish("payment", text.format(o=order["order_id"], w=word), [read_user(user_id), read_order(order), call],
-                order_id=order["order_id"], ask=f"Shall I charge order {order['order_id']} to your {word} (yes/no)?")
+                order_id=order["order_id"], ask=f"Shall I charge order {order['order_id']} to {method_id} (yes/no)?")
 
 
 def wish_lookup(rng, user_id, split, used, what=None):
@@ -237,18 +239,18 @@ def wish_lookup(rng, user_id, split, used, what=None):
         fact = str(order["payment_history"][0]["amount"])
         text = rng.choice((f"You want to know how much you paid for order {order_id}.",
                            f"You would like to know the total of order {order_id}."))
-        answer = f"You paid {fact} for it."
+        answer = f"It was payment {fact} in total."
     elif what == "price" and lone_items(order):
         item = rng.choice(lone_items(order))
         fact = str(item["price"])
         text = rng.choice((f"You want to know the price of the {item['name']} in order {order_id}.",
                            f"You would like to know what the {item['name']} in order {order_id} cost."))
-        answer = f"The {item['name']} was {fact}."
+        answer = f"I see {item['name']} item {item['item_id']} price {fact}."
     elif what == "tracking" and order["fulfillments"]:
         fact = order["fulfillments"][0]["tracking_id"][0]
         text = rng.choice((f"You want to know the tracking number of order {order_id}.",
                            f"You would like to have the tracking number for order {order_id}."))
-        answer = f"The tracking number is {fact}."
+        answer = f"It is tracking {fact}."
     else:
         return None
     return Wish(what, text, [read_order(order)], answer=answer, fact=fact, order_id=order_id)
@@ -280,7 +282,8 @@ def wish_swap(rng, user_id, split, used):
              "payment_method_id": order["payment_history"][0]["payment_method_id"]})
     calls = [read_order(order), ("get_product_details", {"product_id": item["product_id"]}), call]
     return Wish("exchange" if delivered else "modify_items", text, calls, order_id=order["order_id"],
-                ask=f"Shall I {verb} the {item['name']} of order {order['order_id']} (yes/no)?")
+                ask=f"Shall I {verb} the {item['name']} item {item['item_id']} for item {new['item_id']}, "
+                    f"payment {call[1]['payment_method_id']} (yes/no)?")
 
 
 def naming_options(variant: dict, variants: list[dict]) -> tuple | None:
@@ -355,7 +358,7 @@ def draw_wishes(rng: random.Random, level: int, user_id: str, split: str) -> lis
 
 
 def retail_task(task_id: str, user_id: str, wishes: list[Wish], by_email: bool, rng: random.Random):
-    """A tau2 Task from a customer and the wishes; how it was made stands in description.notes (never shown to users)."""
+    """A tau2 Task from a customer and the wishes; the plan stands in description.notes, which users never see."""
     from tau2.data_model.tasks import Task
     user = retail_data()["users"][user_id]
     name = f"{user['name']['first_name']} {user['name']['last_name']}"
@@ -363,18 +366,21 @@ def retail_task(task_id: str, user_id: str, wishes: list[Wish], by_email: bool, 
         known, unknown = f"You are {name}. Your email is {user['email']}.", None
         find = ("find_user_id_by_email", {"email": user["email"]})
     else:
-        known, unknown = f"You are {name} in zip code {user['address']['zip']}.", "You do not remember your email address."
+        known = f"You are {name} in zip code {user['address']['zip']}."
+        unknown = "You do not remember your email address."
         find = ("find_user_id_by_name_zip", {"first_name": user["name"]["first_name"],
                                              "last_name": user["name"]["last_name"], "zip": user["address"]["zip"]})
     texts = [wishes[0].text] + [w.text.replace("You ", "You also ", 1) for w in wishes[1:]]
     calls = [find] + [call for wish in wishes for call in wish.calls]
-    actions = [{"action_id": f"{task_id}_{i}", "name": n, "arguments": a, "info": None} for i, (n, a) in enumerate(calls)]
+    actions = [{"action_id": f"{task_id}_{i}", "name": call[0], "arguments": call[1], "info": None}
+               for i, call in enumerate(calls)]
     notes = [{"kind": w.kind, "calls": len(w.calls), "answer": w.answer, "ask": w.ask} for w in wishes]
     scenario = {"persona": None, "instructions": {
         "domain": "retail", "reason_for_call": " ".join(texts), "known_info": known, "unknown_info": unknown,
         "task_instructions": rng.choice(PERSONA_LINES)}}
     return Task.model_validate({
-        "id": task_id, "description": {"purpose": f"synthetic, level {task_id.split('_')[1][1:]}", "notes": json.dumps(notes)},
+        "id": task_id,
+        "description": {"purpose": f"synthetic, level {task_level(task_id)}", "notes": json.dumps(notes)},
         "user_scenario": scenario, "initial_state": None,
         "evaluation_criteria": {"actions": actions, "communicate_info": [w.fact for w in wishes if w.fact is not None],
                                 "nl_assertions": None}})

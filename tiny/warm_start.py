@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,14 +79,16 @@ TINY_TEMPLATE = """
 {%- endmacro -%}
 {%- macro call(t) -%}
 {%- set f = t.function or t -%}
-{{- '{"name": "' ~ f.name ~ '", "arguments": ' ~ (f.arguments if f.arguments is string else f.arguments | tojson) ~ '}' -}}
+{%- set given = f.arguments if f.arguments is string else f.arguments | tojson -%}
+{{- '{"name": "' ~ f.name ~ '", "arguments": ' ~ given ~ '}' -}}
 {%- endmacro -%}
 {%- for m in messages -%}
 {%- if loop.first -%}<|tiny|>{%- endif -%}
 {%- if m.role == 'user' -%}<|user|>{{ m.content or '' }}<|end|>
 {%- elif m.role == 'tool' -%}<|tool|>{{ tool_line(m) }}<|end|>
 {%- elif m.role == 'assistant' -%}<|assistant|>
-{%- if m.tool_calls -%}{%- for t in m.tool_calls -%}{{ call(t) }}{%- endfor -%}{%- else -%}{{ m.content or '' }}{%- endif -%}
+{%- for t in m.tool_calls or [] -%}{{ call(t) }}{%- endfor -%}
+{%- if not m.tool_calls -%}{{ m.content or '' }}{%- endif -%}
 <|end|>
 {%- endif -%}
 {%- endfor -%}
@@ -109,6 +112,7 @@ ANYTHING_ELSE = "Is there anything else?"
 GREETING = "Hi! How can I help you today?"
 VOCABULARY = 1408
 MUON_LR, ADAM_LR = 0.005, 1.5e-3
+SLIPS = 0.08     # share of the demonstrated calls that first go wrong and are then put right
 COPIED = 0.9  # share of repeated tokens right at which the copying curriculum gives way to conversations
 
 
@@ -135,13 +139,14 @@ def corpus_lines(tasks) -> list[str]:
         said = task.user_scenario.instructions
         wishes = json.loads(task.description.notes)
         lines += [said.reason_for_call.replace("You", "I"), (said.known_info or "").replace("You are", "I am")]
-        lines += [wish["answer"] + wish["ask"] for wish in wishes] + ["Yes, please go ahead.", "No, that is all. Thank you. Thanks, bye. ###STOP###"]
+        lines += [wish["answer"] + wish["ask"] for wish in wishes]
+        lines += ["Yes, please go ahead.", "No, that is all. Thank you. Thanks, bye. ###STOP###"]
     for user in retail_data()["users"].values():
         lines += [user["user_id"], user["email"]] * 4
     for records in (retail_data()["orders"], retail_data()["users"], retail_data()["products"]):
         for record in records.values():
             message = {"role": "tool", "content": json.dumps(record), "name": "get"}
-            lines.append(shown.render(messages=[message]).replace("<|tool|>", "").replace("<|end|>", "").replace("<|tiny|>", ""))
+            lines.append(re.sub(r"<\|\w+\|>", "", shown.render(messages=[message])))
     return lines
 
 
@@ -159,10 +164,11 @@ def build_tokenizer(vocabulary: int = VOCABULARY):
     core.decoder = decoders.ByteLevel()
     words = whole_words()
     lines = corpus_lines(make_tasks(3000, 7, "train"))
-    for piece in CALL_PIECES + sorted(words, key=len, reverse=True):  # they are tokens already: nothing to learn there
+    for piece in CALL_PIECES + sorted(words, key=len, reverse=True):  # tokens already: nothing to learn there
         lines = [line.replace(piece, " ") for line in lines] if len(piece) > 3 and not piece.islower() else lines
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary - len(words) - len(CALL_PIECES), special_tokens=list(SPECIAL_TOKENS),
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary - len(words) - len(CALL_PIECES), show_progress=False,
+                                  special_tokens=list(SPECIAL_TOKENS),
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     core.train_from_iterator(lines, trainer)
     core.add_tokens([AddedToken(piece, normalized=False) for piece in CALL_PIECES])
     core.add_tokens([AddedToken(word, normalized=False, single_word=True) for word in words])
@@ -175,22 +181,22 @@ def build_tokenizer(vocabulary: int = VOCABULARY):
 
 # ---- the oracle and its demonstrations
 
-def call_text(name: str, arguments: dict) -> str:
+def oracle_call(name: str, arguments: dict) -> str:
     """A call as the policy writes it."""
     return json.dumps({"name": name, "arguments": arguments})
 
 
 def oracle_turns(task) -> list[str]:
-    """What a perfect agent says and does on a synthetic task: identity, look-ups, go-ahead, the write, the next wish."""
+    """What a perfect agent says and does on a task: identity, look-ups, go-ahead, the write, the next wish."""
     calls = [(action.name, action.arguments) for action in task.evaluation_criteria.actions]
-    turns, at = [ASK_IDENTITY, call_text(*calls[0])], 1
+    turns, at = [ASK_IDENTITY, oracle_call(*calls[0])], 1
     for wish in json.loads(task.description.notes):
         mine = calls[at:at + wish["calls"]]
         at += wish["calls"]
         for name, arguments in mine:
             if name.split("_")[0] in ("cancel", "modify", "return", "exchange"):
                 turns.append(wish["ask"])
-            turns.append(call_text(name, arguments))
+            turns.append(oracle_call(name, arguments))
         turns.append(f"{wish['answer'] or 'Done.'} {ANYTHING_ELSE}")
     return turns
 
@@ -203,20 +209,26 @@ class Demo:
     agent: list[int]
 
 
-def demonstrate(task, chat, env, user, seed: int = 0) -> Demo:
+def demonstrate(task, chat, env, user, seed: int = 0, slip_share: float = 0.0) -> Demo:
     """The oracle talks to the user in the environment; tokens are put together exactly as rollout.collect does.
 
+    Args: slip_share: share of calls that are first made with a wrong number, so that the policy sees errors and how
+        one goes on from them. The slip itself is not trained on.
     Raises: RuntimeError when the conversation does not end with reward 1: then task, user or oracle is wrong.
     """
+    rng = random.Random(f"slips/{task.id}/{seed}")
     env.begin(task.id, seed)
     hear_user(env, user)
     ids = chat.prompt_ids(env.policy, env.tools, env.transcript)
-    agent = [0] * len(ids)
+    agent, turns = [0] * len(ids), []
     for turn in oracle_turns(task):
+        slip = slipped(turn, rng) if rng.random() < slip_share else turn
+        turns += [(slip, 0), (turn, 1)] if slip != turn else [(turn, 1)]
+    for turn, trained in turns:
         turn_ids = chat.tokenizer.encode(turn, add_special_tokens=False) + [chat.stop_ids[0]]
         env.act(turn)
         hear_user(env, user)
-        ids, agent = ids + turn_ids, agent + [1] * len(turn_ids)
+        ids, agent = ids + turn_ids, agent + [trained] * len(turn_ids)
         if env.waiting is None:
             break
         suffix = chat.suffix_ids(turn_ids, env.new_messages)
@@ -227,24 +239,34 @@ def demonstrate(task, chat, env, user, seed: int = 0) -> Demo:
     return Demo(task.id, ids, agent)
 
 
+def slipped(turn: str, rng: random.Random) -> str:
+    """A call with one of its numbers made up, which no record has; other turns, and numbers in an address, stay."""
+    numbers = [hit for hit in re.finditer(r"\d{4,}", turn.split('", "address1')[0]) if turn.startswith("{")]
+    if not numbers:
+        return turn
+    hit = rng.choice(numbers)
+    return turn[:hit.start()] + "".join(rng.choice("0123456789") for _ in hit[0]) + turn[hit.end():]
+
+
 def hear_user(env, user) -> None:
     while env.waiting == "user":
         env.hear(user.reply([env.conversation])[0])
 
 
-def make_demos(n: int, seed: int, split: str, chat, levels=None) -> list[Demo]:
+def make_demos(n: int, seed: int, split: str, chat, slips: float = 0.0) -> list[Demo]:
     """n demonstrations over fresh tasks of a split."""
     from env_tau2 import Tau2Env
     from users import ScriptedUser
-    tasks = make_tasks(n, seed, split, levels)
+    tasks = make_tasks(n, seed, split)
     env = Tau2Env("retail", tasks=tasks)
-    return [demonstrate(task, chat, env, ScriptedUser()) for task in tqdm(tasks, desc=f"demonstrations {split}", mininterval=10)]
+    shown = tqdm(tasks, desc=f"demonstrations {split}", mininterval=10)
+    return [demonstrate(task, chat, env, ScriptedUser(), slip_share=slips) for task in shown]
 
 
 # ---- batches
 
 def copy_batch(rng: random.Random, tokens: list[int], rows: int, length: int) -> list[Demo]:
-    """Random segments, repeated in random order: every token of a repeat but its first can only be predicted by copying.
+    """Random segments, repeated in random order: all of a repeat but its first token can be copied, and only copied.
 
     Args:
         tokens: ids to draw from (all that has to be copied later, or the tied embeddings of the others drift away).
@@ -263,7 +285,7 @@ def copy_batch(rng: random.Random, tokens: list[int], rows: int, length: int) ->
 
 
 def agent_log_probs(model, demos: list[Demo]) -> tuple:
-    """Log-probs (N,) of all agent tokens of packed conversations and whether each was the most likely one (N,) bool."""
+    """Log-probs (N,) of all agent tokens of packed conversations, and whether each was the likeliest (N,) bool."""
     ids = torch.tensor([t for demo in demos for t in demo.ids])[None]  # (1, T)
     layout = pack_layout([(len(demo.ids), ()) for demo in demos])
     hidden = model.model(input_ids=ids, position_ids=layout.position_ids, sink_mask=layout,
@@ -287,7 +309,8 @@ def held_out(model, demos: list[Demo]) -> dict:
     for start in range(0, len(demos), 8):
         chunk = demos[start:start + 8]
         log_probs, hits = agent_log_probs(model, chunk)
-        for logp, hit in zip(log_probs.split([sum(d.agent) for d in chunk]), hits.split([sum(d.agent) for d in chunk])):
+        sizes = [sum(demo.agent) for demo in chunk]
+        for logp, hit in zip(log_probs.split(sizes), hits.split(sizes)):
             right.append(hit.float().mean().item())
             greedy.append(hit.all().item())
             sampled.append(logp.sum().exp().item())
@@ -298,7 +321,7 @@ def held_out(model, demos: list[Demo]) -> dict:
 # ---- the model and its training
 
 def policy_config(tokenizer):
-    """gpt-oss, small: 8 heads of 32 for copying, a window of 8 so that "the token before" is easy to find, tied head."""
+    """gpt-oss, small: a window of 8 makes "the token before" easy to find, which copying builds on; tied head."""
     config = small_config(len(tokenizer), hidden_size=128, layers=4, heads=8, kv_heads=4, head_dim=32, experts=4,
                           experts_per_token=2, expert_size=80, window=8)
     config.tie_word_embeddings = True
@@ -307,7 +330,7 @@ def policy_config(tokenizer):
 
 
 def make_optimizers(model) -> tuple:
-    """Muon for the 2-d matrices (it made copying appear; AdamW alone did not), AdamW for experts, embedding and vectors."""
+    """Muon for the 2-d matrices (with AdamW alone copying did not appear), AdamW for experts, embedding, vectors."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.dim() == 2 and "embed" not in name else rest).append(parameter)
@@ -324,7 +347,7 @@ def save_stage(folder: Path, model, tokenizer, optimizers, step: int, copied: bo
         for j, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     save_file(tensors, folder / "optimizers.safetensors")
-    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}))  # written last: its presence means complete
+    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}))  # last: the folder is complete
 
 
 def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
@@ -343,7 +366,7 @@ def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
 
 
 def training_batch(step: int, seed: int, copied: bool, demos: list[Demo], tokens: list[int]) -> list[Demo]:
-    """The step's sequences, a function of the step alone so that a resumed run sees the same: copying first, then talk."""
+    """The step's sequences, from the step alone so that a resumed run sees the same: mostly copying, then talk."""
     rng = random.Random(f"warm/{seed}/{step}")
     digits = tokens[:len(tokens) // 2]  # see copy_tokens
     copy_rows, talks = (2, 14) if copied else (14, 6)
@@ -359,12 +382,13 @@ def copy_tokens(tokenizer) -> list[int]:
     return [number[i % len(number)] for i in range(len(other))] + other
 
 
-def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float = 1.0, demos: int = 4000) -> Path:
+def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float = 1.0, demos: int = 3000) -> Path:
     """Train the small policy and leave it in `out`; goes on from the last snapshot in `work` when there is one.
 
     Args:
-        minutes: of training in this call; the demonstrations before it take a minute or two more. until: stop once `held_out`'s "sampled" reaches this.
-        work: folder of the snapshots, one a few hundred steps, each a policy folder of its own.
+        minutes: of training in this call; the demonstrations before it take a minute or two more.
+        until: stop once "sampled" of `held_out` reaches this.
+        work: folder of the snapshots, one every 50 steps, each a policy folder of its own.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -377,32 +401,33 @@ def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float 
     done = sorted(path.parent for path in snapshots.glob("step_*/stage.json"))
     if done:
         step, copied = load_stage(done[-1], model, optimizers)
-    train, held, tokens = make_demos(demos, seed, "train", chat), make_demos(64, 1, "val", chat), copy_tokens(tokenizer)
+    train, held = make_demos(demos, seed, "train", chat, SLIPS), make_demos(64, 1, "val", chat)
+    tokens = copy_tokens(tokenizer)
     log, started = Path(out) / "warm_start.log", time.time()
-    say(log, f"{'resumed at' if done else 'start:'} step {step}, {sum(p.numel() for p in model.parameters())} parameters, "
-             f"vocabulary {len(tokenizer)}, {len(train)} demonstrations, 1 thread, torch {torch.__version__}")
+    log_line(log, f"{'resumed at' if done else 'start:'} step {step}, "
+                  f"{sum(p.numel() for p in model.parameters())} parameters, vocabulary {len(tokenizer)}, {len(train)} demonstrations, 1 thread, torch {torch.__version__}")
     score, seen = {"sampled": 0.0}, 0
     while time.time() - started < 60 * minutes and score["sampled"] < until:
         batch = training_batch(step, seed, copied, train, tokens)
-        loss, copy_hits, talk_hits = learn(model, optimizers, batch, min(1.0, (step + 1) / 30))
+        loss, copy_hits, talk_hits = warm_step(model, optimizers, batch, min(1.0, (step + 1) / 30))
         step, seen = step + 1, seen + sum(len(demo.ids) for demo in batch)
-        if step % 50 == 0:
+        if step % 25 == 0:
             score = held_out(model, held)
-            say(log, f"step {step} {'talk' if copied else 'copy'} loss {loss:.3f} copy_accuracy {copy_hits:.3f} "
+            log_line(log, f"step {step} {'talk' if copied else 'copy'} loss {loss:.3f} copy_accuracy {copy_hits:.3f} "
                      f"agent_accuracy {talk_hits:.3f} | held out: token_accuracy {score['token_accuracy']:.4f} "
                      f"greedy {score['greedy']:.3f} sampled {score['sampled']:.3f} | "
                      f"{seen / (time.time() - started):.0f} tokens/s {(time.time() - started) / 60:.1f} min")
             copied = copied or copy_hits > COPIED
-        if step % 200 == 0:
+        if step % 25 == 0 and step >= 200:
             save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
     save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    say(log, f"done at step {step}: {json.dumps(score)}, saved in {Path(out).name}")
+    log_line(log, f"done at step {step}: {json.dumps(score)}, saved in {Path(out).name}")
     return Path(out)
 
 
-def learn(model, optimizers, batch: list[Demo], warmth: float) -> tuple[float, float, float]:
+def warm_step(model, optimizers, batch: list[Demo], warmth: float) -> tuple[float, float, float]:
     """One step on the agent's tokens; returns (loss, share of copy tokens right, share of agent tokens right)."""
     log_probs, hits = agent_log_probs(model, batch)
     loss = -log_probs.mean()
@@ -417,7 +442,7 @@ def learn(model, optimizers, batch: list[Demo], warmth: float) -> tuple[float, f
     return loss.item(), hits[:copies].float().mean().item(), hits[copies:].float().mean().item()
 
 
-def say(log: Path, line: str) -> None:
+def log_line(log: Path, line: str) -> None:
     """Print and keep."""
     print(line, flush=True)
     log.parent.mkdir(parents=True, exist_ok=True)
