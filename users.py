@@ -41,7 +41,7 @@ ScenarioScript = namedtuple("ScenarioScript", "wishes notes rules facts unknown 
 # Topic -> (how the agent asks about it, which sentences of a scenario answer it).
 USER_TOPICS = {
     "email": (r"e-?mail", r"e-?mail|@"), "zip code": (r"\bzip|postal", r"\bzip"),
-    "name": (r"\bname\b(?! of)", r"\bname is\b"),
+    "name": (r"^(?!.*(passenger|product|item|friend|\bapp\b)).*\bname\b", r"\bname is\b"),
     "user id": (r"user ?id|username|user name|account id|customer id", r"user id"),
     "order number": (r"order (numbers?|ids?|#)|(which|what)( \w+)? orders?\b", r"\border\b"),
     "reservation number": (r"(reservation|confirmation|booking) (ids?|numbers?|codes?|reference)|which reservation",
@@ -52,11 +52,13 @@ USER_TOPICS = {
     "birthday": (r"date of birth|birthday|\bdob\b", r"birth|\bdob\b"),
     "payment": (r"payment|\bpay\b|paying|refund(ed)? (method|to)|which card|credit card|gift card|paypal",
                 r"\bpay\b|payment|gift ?card|\bgc\b|paypal|credit card|visa|master ?card|amex|certificate|card ending"),
+    "cabin": (r"\bcabin|\bclass\b", r"economy|business|first class"),
+    "bags": (r"\bbags?\b|baggage", r"\bbags?\b|baggage"),
     "reason": (r"\breason\b|\bwhy\b", r"because|\breason\b|by mistake|no longer need|\bsince\b|due to"),
 }
 VALUE_PATTERNS = {
     "email": r"[\w.+-]+@[\w-]+\.\w+", "user id": r"\b[a-z]+_[a-z]+_\d+\b", "order number": r"#W\d{7}\b|\bW\d{7}\b",
-    "reservation number": r"\b(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone number": r"\b\d{3}-\d{3}-\d{4}\b"}
+    "reservation number": r"\b(?!HAT\d)(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone number": r"\b\d{3}-\d{3}-\d{4}\b"}
 AGENT_SAYS = {  # what the agent's message does; searched in lower case
     "denied": r"\bcannot|can't|\bcan not|unable|not (be )?(possible|available|allowed|eligible|permitted)|not able|"
               r"n't (possible|"
@@ -64,17 +66,15 @@ AGENT_SAYS = {  # what the agent's message does; searched in lower case
               r"refuse|"
               r"there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
     "transfer": r"being transferred|transferring you|(have|been) transferred|(will|i'll) (now )?transfer you",
-    "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you like to (proceed|"
-               r"continue|go ahead)|shall "
-               r"(i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve)|please confirm|"
-               r"you confirm|(ok|okay|"
-               r"fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|ok|okay|fine)|"
-               r"proceed\?|go ahead\?",
+    "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you (still )?like to|"
+               r"shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve|accept)|please confirm|"
+               r"you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|"
+               r"ok|okay|fine)|proceed\?|go ahead\?",
     "ask": r"\b(what|which|who|whom|where|when|how|why)\b|(may|can|could|might) i (please )?(have|get|ask|know)|"
            r"provide|\bshare\b|"
            r"\btell me\b|give me|\bneed (your|the|to know)|let me know|(verify|confirm) your|specify|describe|"
            r"is there|are there|"
-           r"do you (know|have|remember)|did you|are you",
+           r"do you (know|have|remember|need|prefer|travel)|did you|are you|(do|would) you like (?!me|to)",
     "more": r"(any|some)thing else|what else|else (can|may|could) i|further (assist|help|request)|other (request|"
             r"questions)|"
             r"anything more|additional (help|assist)",
@@ -142,7 +142,7 @@ ONE_GO_WORDS = (r"in one go|same time|(all (two|three)|two|both) (things|request
 
 def split_sentences(text: str) -> list[str]:
     """Cut scenario or agent text into sentences; list lines ("- add 3 bags") stay with the sentence before them."""
-    text = re.sub(r",\s*\n\s*", ", ", re.sub(r"\s*\n\s*[-*]\s+", " - ", text or ""))
+    text = re.sub(r",\s*\n\s*", ", ", re.sub(r"\s*\n\s*([-*]|\d[.)])\s+", " - ", text or ""))
     ends = r"(?<=[.!?;])(?<!\b[A-Z]\.)(?<!\bSt\.)(?<!\bDr\.)(?<!\be\.g\.)(?<!\.\.\.)[\"')]*\s+|\n+|\.\.\.\s+"
     return [p for p in (p.strip().lstrip(".,; ") for p in re.split(ends, text)) if re.search(r"\w\w", p)]
 
@@ -270,10 +270,13 @@ class ScriptedCustomer:
             if re.search(AGENT_SAYS["more"], question) or \
                     re.search(AGENT_SAYS["open"], question) and not asked_topics(question):
                 continue
-            if re.search(AGENT_SAYS["confirm"], question) and not re.search(r"(confirm|verify) (me )?your", question):
-                confirms = True
-            elif re.search(AGENT_SAYS["ask"], question) and re.search(r"\?|please|need|provide|let me know", question):
-                answers.append(self.answer(sentence))
+            opens = re.search(r"\b(which|what|how|when|where|why)\b", question)
+            plan = re.search(AGENT_SAYS["confirm"], question) and not re.search("(confirm|verify) (me )?your", question) \
+                and (not opens or re.search(r"yes|you confirm", question))
+            asks = opens and asked_topics(question) if plan else \
+                re.search(AGENT_SAYS["ask"], question) and re.search(r"\?|please|need|provide|let me know", question)
+            confirms = confirms or plan
+            answers += [self.answer(sentence)] if asks else []
         identity = [t for t in ("email", "name", "zip code", "user id") if t in asked_topics(low)]
         rule = None if identity else self.next_rule("denied")
         if not rule and "denied" in says and identity and not answers and not confirms:
@@ -285,7 +288,8 @@ class ScriptedCustomer:
         if confirms:
             return self.objection() or " ".join([self.pick("Yes.", "Yes, please.", "Yes, go ahead.")] + answers)
         if answers:
-            return " ".join(list(dict.fromkeys(answers))[:3])
+            useful = [a for a in dict.fromkeys(answers) if not re.search(r"^(I|Sorry, I) do not know( that)?\.$", a)]
+            return " ".join(useful[:3] or answers[:1])
         if "more" not in says and "open" in says:
             return (wishes if self.said[-1:] == wishes[:1] else untold or wishes or ["I do not know."])[0]
         if "more" not in says and "busy" in says:
@@ -329,6 +333,11 @@ class ScriptedCustomer:
             return f"No, I mean order {self.script.facts['order number'][0]}."
         about = [w for w in wishes if any(n in w.lower() for n in named)]
         scope = " ".join(about + [r.text for r in self.script.rules]).lower() if about else everything
+        for text in self.script.notes:  # "I don't want to cancel if I don't get a refund."
+            words = content_words(text)
+            if re.search(r"n't|\bnot\b", text) and re.search(r"without|\bno\b|\bnot\b|n't", low) and len(
+                    words & content_words(low)) >= max(2, len(words) / 2):
+                return "No. " + text
         plan = re.search(r"(?:me to|shall i|should i|can i|may i|i will|i'll|like to|want to|going to|"
                          r"you to) (\w+)", low)
         verb = plan[1] if plan else ""
@@ -372,11 +381,12 @@ class ScriptedCustomer:
         for topic in topics:
             unknown, about = ([s for s in source if re.search(USER_TOPICS[topic][1], s, re.I)]
                               for source in (script.unknown, sentences))
-            street = [s for s in about if topic == "address" and re.search(r"\d \w+ \w+,|suite \d", s, re.I)]
+            first = {"address": r"\d \w+ \w+,|suite \d", "payment": r"card|paypal|certificate|\bgc\b|original"}
+            first = [s for s in about if re.search(first.get(topic, r"^$"), s, re.I)]
             if topic == "reason" and about:
                 return reason_clause(max(about, key=overlap))
             if unknown or about:
-                return (unknown or street or [max(about, key=overlap)])[0]
+                return (unknown or [max(first or about, key=overlap)])[0]
         if topics:
             return {"payment": "I have no preference.", "reason": "I have no special reason."}.get(
                 topics[0], f"I do not know {topic_words(topics[0])}.")
@@ -385,7 +395,8 @@ class ScriptedCustomer:
             return best
         if re.search(r"item|product|order|which one|what exactly|detail|do you want", question):
             return self.current or (script.wishes or ["I do not know."])[0]
-        return self.pick("I do not know.", "Sorry, I do not know that.")
+        prefers = re.search(r"prefer|would you like|do you (want|need)", question)
+        return "I have no preference." if prefers else self.pick("I do not know.", "Sorry, I do not know that.")
 
     def fact(self, topic: str) -> str:
         """A known value as a sentence; order numbers of the wish under discussion come before all others."""
@@ -502,8 +513,8 @@ def tool_arguments(tool: dict, low: str) -> dict | None:
         allowed = [v for d in defs for v in d.get("enum", []) if spoken & set(v.split("_"))]
         best = max(allowed, key=lambda v: (v in low, len(spoken & set(v.split("_")))), default=None)
         hits = re.findall(rf"\b{what}s?(?: name)?:? (?:is |called |named )?['\"](\w+)|"
-                          r"\b(?!(?:the|your|this|that|an?|each|to|of|specific|default|any|app|which|following)\b)(\w+)['\"]? "
-                          + what, low)
+                          r"\b(?!(?:the|your|this|that|an?|each|to|of|specific|default|any|app|which|following)\b)"
+                          rf"(\w+)['\"]? {what}", low)
         values[name] = best if defs else next((a or b for a, b in hits), None)
     return None if None in values.values() else values
 
