@@ -137,6 +137,7 @@ class Held(NamedTuple):
     index: int
     start: int
     length: int
+    owner: Row | None = None  # kept alive here: `id(row)` is a key, and a dead row's id would be given to another
 
 
 @dataclass
@@ -246,7 +247,7 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
         row.done = new[kept - 1] in stop_ids or kept == budget[i]
         row.sampled = row.sampled + new[:kept]
         row.add(new[:kept], 1, logp[:kept])
-        cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1)
+        cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1, row)
         for name, more in (("tokens_forwarded", kept), ("sampled_tokens", kept), ("slots_forwarded", len(new)),
                            ("decode_slots", len(new)), ("rounds", i == 0)):
             cache.counts[name] += more

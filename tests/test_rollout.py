@@ -6,10 +6,12 @@ Independent sources: transformers' eager attention on each sequence alone, the e
 softmax itself, and a hand-made batch.
 """
 import dataclasses
+import gc
 import itertools
 import json
 import math
 import time
+import weakref
 from functools import cache, partial
 from pathlib import Path
 
@@ -582,6 +584,17 @@ def test_hostile_output_never_crashes_a_rollout(kind):
     assert stats["faults"] == 0 and sum(e.turns for e in episodes) > len(HOSTILE)
     assert {e.outcome for e in episodes} <= {"fail", "success", "truncated", "too_many_errors"}
     json.dumps([dataclasses.asdict(e) for e in episodes])
+
+
+def test_a_cached_row_keeps_its_identity():
+    """Bug: a finished row is freed, a new one gets its id() and with it another conversation's keys."""
+    row = Row([], key="0")
+    row.hear([5, 6, 7])
+    cache = generate_turns(random_model("llama"), [row], stop_ids=[2], pad_id=0, max_new_tokens=4, temperature=1.0)
+    watch = weakref.ref(row)
+    del row
+    gc.collect()
+    assert watch() is not None and id(watch()) in cache.held
 
 
 def test_a_row_without_room_is_refused():
