@@ -158,7 +158,8 @@ def domain_tasks(domain: str, split: str) -> list[Task]:
     splits = data.module.get_tasks_split()
     if name not in splits:
         raise ValueError(f"unknown split {split!r} of {domain}; allowed: {', '.join(splits)}, each also with _clean")
-    tasks = [data.tasks[task_id] for task_id in data.tasks if task_id in set(splits[name])]
+    wanted = set(splits[name])
+    tasks = [task for task in data.tasks.values() if task.id in wanted]
     return tasks if name == split else [task for task in tasks if do_nothing_reward(task, domain) == 0.0]
 
 
@@ -184,11 +185,11 @@ def check_plain(value, depth: int = 0) -> None:
         raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, or an integer of over 300 digits")
     if isinstance(value, str):
         value.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
-    elif isinstance(value, dict | list):
+    elif isinstance(value, list) or isinstance(value, dict) and all(isinstance(key, str) for key in value):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             check_plain(item, depth + 1)
     elif value is not None and not isinstance(value, int | float):
-        raise ValueError(f"arguments must be JSON values, not {type(value).__name__}")
+        raise ValueError(f"arguments must be JSON values, not a {type(value).__name__} with other things in it")
 
 
 def function_arguments(source: str) -> dict:
@@ -325,36 +326,29 @@ class Tau2Env(gymnasium.Env):
     """
     ## Description
     A customer-service conversation of tau2-bench: the policy talks to a simulated customer and calls tools on a shared
-    database. `reset` and `step` are Gymnasium's. They are made of `begin`, `act` and `hear`, which a rollout uses to
-    let many episodes wait for the user at once: `waiting` says whose move it is ("agent", "user", None: over).
-
+    database. `reset` and `step` are made of `begin`, `act` and `hear`, which a rollout calls itself so that many
+    episodes wait for the user at once: `waiting` says whose move it is ("agent", "user", None: over).
     ## Action Space
     Any string. A text that starts with `{` or `[` is a call or calls, `{"name": ..., "arguments": {...}}`;
     `known_tool(name=value)` alone is a call; `{"content": ..., "tool_calls": [...]}` carries both (the user does not
     see the content; without calls it is a text). All else is text to the user. A malformed turn (bad JSON, positional
     arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with integers of over
     300 digits) is answered by an error, counts as one and stays in `info`, but tau2's verdict does not see it.
-
     ## Observation Space
     Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `tools` (JSON schemas),
     `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info` and, after a fault, `fault`.
-
     ## Rewards
     0 until the end, then tau2's reward (`evaluate_simulation`, EvaluationType.ALL), in [0, 1].
-
     ## Starting State
     tau2's greeting and the user's first turn; a task that brings a message history goes on from it.
-
     ## Episode End
     `terminated` when either side stops (agent: ###STOP###, as in tau2's gym; user: tau2's three words) or after
     `max_errors` failed calls; `truncated` at `max_steps` of tau2's hops, and after a fault. `outcome`: success (reward
     1), fail, too_many_errors, truncated, user_error, env_error.
-
     ## Arguments
     `domain`, `split` (see `domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split),
     `user` (has `reply(conversations) -> turns`; None: `PlainCustomer`), `max_steps`, `max_errors`.
     `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
-
     ## Where it differs from tau2's Orchestrator
     A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `refusal` says which calls do not
     run. Calls are numbered call_1, ...; a new draft bill is named by the seed, not by uuid4; a broken VPN does not
@@ -426,7 +420,7 @@ class Tau2Env(gymnasium.Env):
 
     def expect(self, who: str) -> None:
         if self.waiting != who:
-            state = "call reset() or begin() first" if self.waiting is None else f"it is the {self.waiting}'s turn"
+            state = f"it is the {self.waiting}'s turn" if self.waiting else "reset() or begin() comes first"
             raise RuntimeError(f"the {who} cannot move{', the episode is over' if self.outcome else ''}: {state}")
 
     def act(self, action: str) -> None:
@@ -449,7 +443,7 @@ class Tau2Env(gymnasium.Env):
         try:
             if turn.fault or not (turn.tool_calls or turn.text.strip()):
                 raise ValueError(turn.fault or "the user said nothing")
-            calls = [(str(call["name"]), dict(call["arguments"])) for call in turn.tool_calls]
+            calls = [(str(call["name"]), dict(call["arguments"])) for call in turn.tool_calls or []]
             check_plain([turn.text, *(part for call in calls for part in call)])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return self.fail("user_error", str(error))
@@ -526,8 +520,7 @@ class Tau2Env(gymnasium.Env):
         super().reset(seed=seed)
         self.begin((options or {}).get("task_id"), seed)
         self.listen()
-        observation, _, _, _, info = self.result()
-        return observation, info
+        return self.result()[0], self.result()[4]
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         self.act(action)

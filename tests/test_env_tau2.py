@@ -222,10 +222,10 @@ REASONS = {"truncated": {"max_steps"}, "too_many_errors": {"too_many_errors"},
            "success": {"agent_stop", "user_stop"}, "fail": {"agent_stop", "user_stop"}}
 
 
-@pytest.mark.parametrize("domain, count", [("retail", 20), ("airline", 20), ("telecom", 24), ("mock", 30)])
+@pytest.mark.parametrize("domain, count", [("retail", 22), ("airline", 22), ("telecom", 24), ("mock", 30)])
 def test_the_conversation_is_the_orchestrators(domain, count):
     """Guards the protocol: who speaks when, what tools answer, when it ends. Limits are small in every third episode."""
-    rng, seen, ends = random.Random(11), values_seen(domain), set()
+    rng, seen, ends = random.Random(11), values_seen(domain), []
     tasks = domain_tasks(domain, "base")
     tasks = [tasks[i % len(tasks)] for i in range(count)]
     for number, task in enumerate(tasks):
@@ -237,8 +237,8 @@ def test_the_conversation_is_the_orchestrators(domain, count):
         theirs = orchestrated(env, env.max_steps, env.max_errors)
         assert [essence(m) for m in env.judged] == [essence(m) for m in theirs.messages]
         assert theirs.termination_reason.value in REASONS[env.outcome]
-        ends.add(theirs.termination_reason.value)
-    assert len(ends) >= 2
+        ends.append(theirs.termination_reason.value)
+    assert len(set(ends)) >= 2 and len(ends) >= 20
 
 
 def test_tasks_with_a_message_history_go_on_from_it():
@@ -314,7 +314,7 @@ def test_new_bills_are_named_by_the_seed():
     ("{", "bad"), ("[]", "bad"), ("{}", "bad"), ("[1]", "bad"), ('{"content": 3}', "bad"), ("", "bad"), (" \n\t", "bad"),
     ('{"name": "a", "arguments": {"x": ' + "[" * 40 + "]" * 40 + "}}", "bad"), ("[" * 10_000, "bad"),
     ('{"name": "a", "arguments": {"x": 1' + "0" * 300 + "}}", "bad"), ('{"name": "a", "arguments": {"x": 1' + "0" * 5000 + "}}", "bad"),
-    ('{"name": "a", "arguments": {"x": "\\ud800"}}', "bad"), ("x" * 100_001, "bad"),
+    ('{"name": "a", "arguments": {"x": "\\ud800"}}', "bad"), ("calculate(expression={1: 2, 'a': 3})", "bad"), ("\ud800", "bad"), ("x" * 100_001, "bad"),
     (json.dumps([{"name": "a", "arguments": {}}] * (MAX_CALLS_PER_TURN + 1)), "bad"), (None, "bad"), (7, "bad"),
 ])
 def test_action_grammar(action, expected):
@@ -361,9 +361,9 @@ def test_calculate_is_bounded_and_otherwise_tau2s():
     bombs = ["9**9**9", "9**(9**9)", "(9**99)**99", "9**999999999", "9 ** 9 ** 9 ** 9", "2**2**2**2**2**2", "9*" * 400 + "9",
              "((9**9)**9)**9", "1**9999", "9** -9**9", "9**+9**9", "9" * 300 + "**99**9", "9**9.**9", "9**9 **9"]
     for bomb in bombs:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         env.act(call("calculate", expression=bomb))
-        assert time.perf_counter() - begun < 0.05 and env.new_messages[0]["content"].startswith("Error")
+        assert time.thread_time() - begun < 0.05 and env.new_messages[0]["content"].startswith("Error")
 
 
 def hostile_actions(domain, count, seed):
@@ -404,7 +404,7 @@ def hostile_actions(domain, count, seed):
 def test_hostile_policies(domain, count):
     """Never raises, never runs a user's tool, changes nothing unless a valid call did, and stays under 50 ms a step.
 
-    A step over 50 ms is tried again, so that a busy machine is not taken for a slow tool.
+    Processor time counts, so that a busy machine is not taken for a slow tool; a slow step is tried again.
     """
     env = started(domain, max_steps=10 ** 9, max_errors=10 ** 9)
     start = env.shared.start(env.task)[0]
@@ -416,9 +416,9 @@ def test_hostile_policies(domain, count):
             env.begin(env.task_id, done)
             env.hear(user_turn("Hello"))
         before = world_changes(env.world) if done % 5 == 0 else None
-        begun = time.perf_counter()
+        begun = time.thread_time()
         env.act(action)
-        if time.perf_counter() - begun > 0.05:
+        if time.thread_time() - begun > 0.05:
             slow.append(action)
         done += 1
         if before is not None and not any(m["role"] == "tool" and m["name"] in writes for m in env.new_messages):
@@ -436,9 +436,9 @@ def test_hostile_policies(domain, count):
         for _ in range(3):
             env.begin(env.task_id, 0)
             env.hear(user_turn("Hello"))
-            begun = time.perf_counter()
+            begun = time.thread_time()
             env.act(action)
-            times.append(time.perf_counter() - begun)
+            times.append(time.thread_time() - begun)
         assert min(times) < 0.05, f"{min(times):.3f} s for {action[:200]}"
     assert (start.get_db_hash(), start.get_user_db_hash()) == shared_before
 
@@ -681,15 +681,15 @@ def test_steps_are_fast_enough_for_rollouts():
         tool = next(name for name in ("get_user_details", "get_customer_by_id", "get_users") if name in env.tool_names)
         times = {"reset": [], "step": [], "end": []}
         for _ in range(15):
-            marks = [time.perf_counter()]
+            marks = [time.thread_time()]
             env.begin(env.task_id, 0)
-            marks.append(time.perf_counter())
+            marks.append(time.thread_time())
             env.hear(user_turn("Hello"))
-            marks.append(time.perf_counter())
+            marks.append(time.thread_time())
             env.act(call(tool))
-            marks.append(time.perf_counter())
+            marks.append(time.thread_time())
             env.act("###STOP###")
-            marks.append(time.perf_counter())
+            marks.append(time.thread_time())
             reset, _, step, end = np.diff(marks)
             times = {"reset": [*times["reset"], reset], "step": [*times["step"], step], "end": [*times["end"], end]}
         assert np.median(times["reset"]) < 0.02 and np.median(times["step"]) < 0.01 and np.median(times["end"]) < 0.06
