@@ -67,8 +67,8 @@ AGENT_SAYS = {  # what the agent's message does; searched in lower case
               r"there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
     "transfer": r"being transferred|transferring you|(have|been) transferred|(will|i'll) (now )?transfer you",
     "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you (still )?like to|"
-               r"shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve|accept)|please confirm|"
-               r"you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|"
+               r"shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve|accept)|please "
+               r"confirm|you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|"
                r"ok|okay|fine)|proceed\?|go ahead\?",
     "ask": r"\b(what|which|who|whom|where|when|how|why)\b|(may|can|could|might) i (please )?(have|get|ask|know)|"
            r"provide|\bshare\b|"
@@ -95,7 +95,7 @@ today now would prefer different new okay able want's make made think thing thin
 PERSON_FLIPS = (
     (r"(?i)\s*\([^()]*\b(reveal|mention|hide|you know|do not|don't)\b[^()]*\)\.?", ""),  # what the actor must hide
     (r",? but do(n't| not) (reveal|"
-     r"mention)[^.]*", ""), (r"\b[Yy]ou name is\b", "your name is"), (r"\(your forgot", "(you forgot"),
+     r"mention)[^.]*", ""), (r"\b[Yy]ou (name is|mobile)\b", r"your \1"), (r"\(your forgot", "(you forgot"),
     (r"\b(?:[Yy]ou )?(?:also )?(?:explicitly )?(?:[Aa]sk|want) (?:the )?agent (?:explicitly )?to\b", "please"),
     (r"\b(?:[Yy]ou )?(?:can )?(?:also )?[Aa]sk the agent(?: explicitly)? (?=how|wh|if|for|about)", "please tell me "),
     (r"please tell me for", "I would like"), (r"\b[Tt]he (?:service |customer service )?agents?\b", "@A"),
@@ -271,8 +271,8 @@ class ScriptedCustomer:
                     re.search(AGENT_SAYS["open"], question) and not asked_topics(question):
                 continue
             opens = re.search(r"\b(which|what|how|when|where|why)\b", question)
-            plan = re.search(AGENT_SAYS["confirm"], question) and not re.search("(confirm|verify) (me )?your", question) \
-                and (not opens or re.search(r"yes|you confirm", question))
+            plan = re.search(AGENT_SAYS["confirm"], question) and not re.search("(confirm|verify) (me )?your", question)
+            plan = plan and (not opens or re.search(r"yes|you confirm", question))
             asks = opens and asked_topics(question) if plan else \
                 re.search(AGENT_SAYS["ask"], question) and re.search(r"\?|please|need|provide|let me know", question)
             confirms = confirms or plan
@@ -417,8 +417,7 @@ class ScriptedCustomer:
         low, tools = re.sub(r"\bon (or|/) off\b", "", self.low), [t["function"] for t in conversation.user_tools]
         goal = " ".join([*self.script.wishes, *(s for s in self.texts if "issue resolved" in s)]).lower()
         check, good = next(g for g in DEVICE_GOALS if g[2] in goal)[:2]
-        closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|(working|works?) (now|again|fine|properly)|"
-                                                 r"now work", low)
+        closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|works?(ing)? (now|again|fine|properly|as)\b", low)
         if results:
             wanted = re.search(r"\b(?:turn|switch|toggle|put)\b[^.]*?\b(on|off)\b(?! your)|\b(enable|disable)\b", low)
             state = re.search(r"is now (on|off)", results[-1].lower())
@@ -431,6 +430,7 @@ class ScriptedCustomer:
             fixed = re.search(good, report.lower())
             return UserTurn(f"It works now, thank you! {USER_STOP}" if fixed else f"It still does not work. {report}")
         private = re.search(r"\b(full|your) name|phone number|e-?mail|address", low) or "transfer" in self.says
+        private = private or closing and not re.search(r"please|(could|can) you", low)
         tool = None if private else requested_tool(self.last, tools)
         if tool:
             arguments = tool_arguments(tool, low)
@@ -472,7 +472,7 @@ LOOK_WORDS = (r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|ver
 CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|"
                 r"grants?|allow|"
                 r"gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
-AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can)\b|\b(shall|should|may|can) i\b|(want|like) me to"
+AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can| see)\b|\b(shall|should|may|can) i\b|(want|like) me to"
 DEVICE_SYNONYMS = (
     (r"_", " "), (r"wi-fi", "wifi"), (r"re-(insert|seat)", r"re\1"), (r"power[- ]cycl\w+|restart\w*", "reboot"),
     (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"), (r"(turn|switch) off (your |the )?vpn|"
@@ -487,21 +487,22 @@ def device_words(text: str) -> set[str]:
 
 
 def requested_tool(text: str, tools: list[dict]) -> dict | None:
-    """The tool that the agent's words ask for: they share its rarest words, above all those of its name; or None."""
-    text = " ".join(s for s in split_sentences(text) if not re.search(AGENT_ACTS, s.lower()))
-    looks, changes = (next((m.start() for m in re.finditer(words, text.lower())), len(text))
-                      for words in (LOOK_WORDS, CHANGE_WORDS))
-    asked, words = device_words(text), {t["name"]: device_words(t["name"] + " " + t["description"]) for t in tools}
+    """The tool that a sentence of the agent asks for: it shares the rarest words, above all those of its name."""
+    words = {t["name"]: device_words(t["name"] + " " + t["description"]) for t in tools}
 
-    def score(tool: dict) -> float:
-        name = device_words(tool["name"])
+    def score(sentence: str, tool: dict) -> float:
+        name, asked = device_words(tool["name"]), device_words(sentence)
         core = name - {"check", "statu", "run", "toggl", "set", "devic", "setting"}
         shared = sum((3 if w in name else 1) / sum(w in v for v in words.values()) for w in asked & words[tool["name"]])
+        looks, changes = (next((m.start() for m in re.finditer(kind, sentence)), len(sentence))
+                          for kind in (LOOK_WORDS, CHANGE_WORDS))
         fits = looks != changes and (looks < changes) == bool(re.match(r"check|run|can", tool["name"]))
         return (shared + len(core) * (core <= asked)) * (1.0 if fits else 0.15)
 
-    best = max(tools, key=score)
-    return best if score(best) >= 0.5 else None
+    sentences = [s for s in split_sentences(text.lower()) if not re.search(AGENT_ACTS, s)]
+    found = [(score(s, t), -i, t) for i, s in enumerate(sentences) for t in tools]
+    best = max(found, key=lambda f: f[:2], default=(0, 0, None))
+    return best[2] if best[0] >= 0.5 else None
 
 
 def tool_arguments(tool: dict, low: str) -> dict | None:
