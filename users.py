@@ -61,30 +61,25 @@ VALUE_PATTERNS = {
     "reservation number": r"\b(?!HAT\d)(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone number": r"\b\d{3}-\d{3}-\d{4}\b"}
 AGENT_SAYS = {  # what the agent's message does; searched in lower case
     "denied": r"\bcannot|can't|\bcan not|unable|not (be )?(possible|available|allowed|eligible|permitted)|not able|"
-              r"n't (possible|"
-              r"available|allowed|eligible|work|allow)|no longer available|does not allow|basic economy|\bdenied|"
-              r"refuse|"
-              r"there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
+              r"n't (possible|available|allowed|eligible|work|allow)|no longer available|does not allow|basic economy|"
+              r"\bdenied|refuse|there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
     "transfer": r"being transferred|transferring you|(have|been) transferred|(will|i'll) (now )?transfer you",
     "confirm": r"yes/no|yes or no|\byes\b|do you (want|wish) me to|would you like me to|would you (still )?like to|"
-               r"shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve|accept)|please "
-               r"confirm|you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|everything) (all )?(correct|right|"
-               r"ok|okay|fine)|proceed\?|go ahead\?",
+               r"shall (i|we)|should i|(can|may) i (go ahead|proceed)|do you (confirm|agree|approve|accept)|"
+               r"please confirm|you confirm|(ok|okay|fine|ready) to (proceed|go)|is (that|this|it|"
+               r"everything) (all )?(correct|right|ok|okay|fine)|proceed\?|go ahead\?",
     "ask": r"\b(what|which|who|whom|where|when|how|why)\b|(may|can|could|might) i (please )?(have|get|ask|know)|"
-           r"provide|\bshare\b|"
-           r"\btell me\b|give me|\bneed (your|the|to know)|let me know|(verify|confirm) your|specify|describe|"
-           r"is there|are there|"
-           r"do you (know|have|remember|need|prefer|travel)|did you|are you|(do|would) you like (?!me|to)",
+           r"provide|\bshare\b|\btell me\b|give me|\bneed (your|the|to know)|let me know|(verify|confirm) your|"
+           r"specify|describe|is there|are there|do you (know|have|remember|need|prefer|travel)|did you|are you|(do|"
+           r"would) you like (?!me|to)",
     "more": r"(any|some)thing else|what else|else (can|may|could) i|further (assist|help|request)|other (request|"
-            r"questions)|"
-            r"anything more|additional (help|assist)",
+            r"questions)|anything more|additional (help|assist)",
     "open": r"how (can|may|could) i (help|assist)|what (can|may) i do|what do you need|what would you like|"
-            r"what do you want|how can "
-            r"i be of|what brings you|(help|assist) you (with )?today|what (is|are) your (request|issue|problem)",
+            r"what do you want|how can i be of|what brings you|(help|assist) you (with )?today|what (is|"
+            r"are) your (request|issue|problem)",
     "busy": r"\b(let me|one moment|next,|now i|i will now|i'll now|moving on|please wait|please hold)\b",
     "done": r"\bdone\b|(has|have) (now )?been|complete|success|processed|\b(is|are) now\b|updated|all set|confirmed|"
-            r"cancell?ed\b|"
-            r"changed|resolved"}
+            r"cancell?ed\b|changed|resolved"}
 SMALL_WORDS = frozenset("""a an the of to for from in on at by with and or but not no yes do does did is are was were
 be been have has had i me my mine you your yours it its this that these those them they there here what which who whom
 whose when where why how may can could would should shall will please provide tell know need want like wish help any
@@ -93,51 +88,43 @@ about into out up ask asks asked possible available work more most than then muc
 today now would prefer different new okay able want's make made think thing things kind type""".split())
 # Pattern -> replacement, in order; "you" turns into "I" and "the agent" into "you". @I and @A hold these two back.
 PERSON_FLIPS = (
-    (r"(?i)\s*\([^()]*\b(reveal|mention|hide|you know|do not|don't)\b[^()]*\)\.?", ""),  # what the actor must hide
-    (r",? but do(n't| not) (reveal|"
-     r"mention)[^.]*", ""), (r"\b[Yy]ou (name is|mobile)\b", r"your \1"), (r"\(your forgot", "(you forgot"),
+    (r"(?i)\s*\([^()]*\b(reveal|mention|hide|you know|do not|don't)\b[^()]*\)\.?", ""),
+    (r",? but do(n't| not) (reveal|mention)[^.]*", ""), (r"\b[Yy]ou (name is|mobile)\b", r"your \1"),
+    (r"\(your forgot", r"(you forgot"),
     (r"\b(?:[Yy]ou )?(?:also )?(?:explicitly )?(?:[Aa]sk|want) (?:the )?agent (?:explicitly )?to\b", "please"),
     (r"\b(?:[Yy]ou )?(?:can )?(?:also )?[Aa]sk the agent(?: explicitly)? (?=how|wh|if|for|about)", "please tell me "),
-    (r"please tell me for", "I would like"), (r"\b[Tt]he (?:service |customer service )?agents?\b", "@A"),
+    ("please tell me for", "I would like"), (r"\b[Tt]he (?:service |customer service )?agents?\b", "@A"),
     (r"\b[Aa]re you\b", "am @I"), (r"\b[Yy]ou(?:'re| are)\b", "@I am"), (r"\b[Yy]ou were\b", "@I was"),
     (r"\b[Yy]ourself\b", "myself"), (r"\b[Yy]ours\b", "mine"), (r"\b[Yy]our\b", "my"),
     (r"\b(to|for|with|from|asks?|asked|tells?|told|gives?|give|helps?|lets?|allows?|charge|offers?|contact|gets?|"
-     r"sends?|of|about|"
-     r"suits?|saves?|informs?|remind) [Yy]ou\b(?!')(?! (want|will|can|have|had|just|would|do|did|live|already|"
-     r"ordered|received|"
-     r"bought|purchased|placed|need|like|prefer)\b)", r"\1 me"),
-    (r"\b[Yy]ou\b", "@I"), (r"@I", "I"), (r"@A's", "your"), (r"@A is\b", "you are"), (r"@A has\b", "you have"),
-    (r"@A (doesn't|does not)\b", "you don't"), (r"@A (\w+[kyldrtewn])s\b", r"you \1"), (r"@A", "you"), (r"\s+", " "))
+     r"sends?|of|about|suits?|saves?|informs?|remind) [Yy]ou\b(?!')(?! (want|will|can|have|had|just|would|do|did|live|"
+     r"already|ordered|received|bought|purchased|placed|need|like|prefer)\b)", r"\1 me"), (r"\b[Yy]ou\b", "@I"),
+    ("@I", "I"), ("@A's", "your"), (r"@A is\b", "you are"), (r"@A has\b", "you have"),
+    (r"@A (doesn't|does not)\b", "you don't"), (r"@A (\w+[kyldrtewn])s\b", r"you \1"), ("@A", "you"), (r"\s+", " "))
 # The Y of "if X, Y" as an instruction to oneself: "say that it is X" -> "it is X", "ask for X" -> "you would like X".
 CONSEQUENCE_FLIPS = (
     (r"(?i)^(then|and|but|you|simply|just|suddenly|abruptly|initially|please|will|can|are ok with|should|,|\s)+ ", ""),
     (r"^(are|become) angry( and swear[^,]*)?,?( but| and| then)? |^add another request and (also )?|"
-     r"^do not say yes immediately, "
-     r"because (you )?", ""), (r" and provide (\d+)", r", it is \1"), (r"\s*\([^()]*\)", ""),
-    (r"^(?:respond|say|answer)\b[^'\"]*['\"](.+?)['\"]\s*\.?$", r"\1"),
+     r"^do not say yes immediately, because (you )?", ""), (r" and provide (\d+)", r", it is \1"),
+    (r"\s*\([^()]*\)", ""), (r"^(?:respond|say|answer)\b[^'\"]*['\"](.+?)['\"]\s*\.?$", r"\1"),
     (r"^(?:say|provide|give)(?: that)?(?: it is| it's)? ([#\w]*\d\w*)( first| initially)?\b.*", r"it is \1"),
     (r"^(?:say|says|mention|tell (?:the )?agent|respond|answer|insist)(?: explicitly)?(?: that)?\s+(?=\w)", ""),
-    (r" (initially|first)(?=\.?$)", ""), (r"^((?:also |only )?(?:want|prefer)|would|don't|do not|ask|need|like|wish|"
-                                          r"regret|wonder|"
-     r"accept|have|go|'d|allow|decide|change (?:your|my) mind|are|feel|agree)\b", r"you \1"), (r"^you ask to (?!be|"
-                                                                                               r"get)", "please "),
-    (r"^you (do not|don't) (?=exchange|cancel|return|make|process|"
-     r"do\b)", r"please \1 "), (r"^you ask ", "you would like "),
-    (r"^you would like for ", "you would like "), (r"^((only |also |try to |try )?(exchange|cancel|return|change|use|"
-                                                   r"keep|pick|go|choose|"
-     r"book|drop|move|upgrade|refund|modify|switch|add|remove|transfer|proceed|take|make)\b)", r"please \1"))
+    (r" (initially|first)(?=\.?$)", ""),
+    (r"^((?:also |only )?(?:want|prefer)|would|don't|do not|ask|need|like|wish|regret|wonder|accept|have|go|'d|allow|"
+     r"decide|change (?:your|my) mind|are|feel|agree)\b", r"you \1"), (r"^you ask to (?!be|get)", "please "),
+    (r"^you (do not|don't) (?=exchange|cancel|return|make|process|do\b)", r"please \1 "),
+    (r"^you ask ", "you would like "), (r"^you would like for ", "you would like "),
+    (r"^((only |also |try to |try )?(exchange|cancel|return|change|use|keep|pick|go|choose|book|drop|move|upgrade|"
+     r"refund|modify|switch|add|remove|transfer|proceed|take|make)\b)", r"please \1"))
 WANT_WORDS = r"\b(wants?|wish|like to|need|wonder|ask|request|inquire|check|try to|looking (for|to)|please|'d like)\b"
 STAGE_WORDS = (  # how to play the part, not what to say
     r"make sure (you|to)|do(n't| not) (reveal|mention|volunteer|end the|ask for comp|accept the)|^mention |"
-    r"will not say anything|more "
-    r"information than|^be |^sound |make everything sound|at the same time|ground your responses|^for example|"
-    r"tool call|^you like to "
-    r"(say|do|talk)|conversation as confusing|randomly insert|speak (very )?brief|^you are (a|an|very|extremely|"
-    r"polite|in debt|reactive|"
-    r"not good|\w+, )|end each of your|this is incorrect|^insist|take no for|tactics|in one go")
+    r"will not say anything|more information than|^be |^sound |make everything sound|at the same time|"
+    r"ground your responses|^for example|tool call|^you like to (say|do|talk)|conversation as confusing|"
+    r"randomly insert|speak (very )?brief|^you are (a|an|very|extremely|polite|in debt|reactive|not good|\w+, )|"
+    r"end each of your|this is incorrect|^insist|take no for|tactics|in one go")
 ONE_GO_WORDS = (r"in one go|same time|(all (two|three)|two|both) (things|requests|problems)|all requests|(details|"
-                r"everything) upfront|"
-                r"very first message|say things together|mention (the )?(two|both)")
+                r"everything) upfront|very first message|say things together|mention (the )?(two|both)")
 
 
 def split_sentences(text: str) -> list[str]:
@@ -470,14 +457,13 @@ LOOK_WORDS = (r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|ver
               r"can you|"
               r"send)\b")
 CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|"
-                r"grants?|allow|"
-                r"gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
+                r"grants?|allow|gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
 AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can| see)\b|\b(shall|should|may|can) i\b|(want|like) me to"
 DEVICE_SYNONYMS = (
-    (r"_", " "), (r"wi-fi", "wifi"), (r"re-(insert|seat)", r"re\1"), (r"power[- ]cycl\w+|restart\w*", "reboot"),
-    (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"), (r"(turn|switch) off (your |the )?vpn|"
-                                                                               r"disable (your |the )"
-     r"?vpn", "disconnect vpn"), (r"mode preference|network type|preferred network", "network mode preference"))
+    ("_", " "), ("wi-fi", "wifi"), (r"re-(insert|seat)", r"re\1"), (r"power[- ]cycl\w+|restart\w*", "reboot"),
+    (r"\bpay\b", "make payment"), (r"(picture|multimedia) messages?", "mms"),
+    (r"(turn|switch) off (your |the )?vpn|disable (your |the )?vpn", "disconnect vpn"),
+    (r"mode preference|network type|preferred network", "network mode preference"))
 
 
 def device_words(text: str) -> set[str]:
