@@ -316,14 +316,14 @@ class ScriptedCustomer:
         wishes, low, everything = self.script.wishes, self.low, " ".join(self.texts).lower()
         named, own = ([v.strip("#") for v in re.findall(r"#w\d{7}|\bw\d{7}", t)] for t in (low, everything))
         if own and named and not set(own) & set(named) and not re.search(
-                r"other|another|pending|recent|\ball |\bany |both|orders|guess|not sure|not 100", everything):
+                r"(other|another|pending|recent|all|any|cancelled)( \w+)? order|\borders\b|guess|not sure", everything):
             return f"No, I mean order {self.script.facts['order number'][0]}."
         about = [w for w in wishes if any(n in w.lower() for n in named)]
         scope = " ".join(about + [r.text for r in self.script.rules]).lower() if about else everything
         for text in self.script.notes:  # "I don't want to cancel if I don't get a refund."
             words = content_words(text)
-            if re.search(r"n't|\bnot\b", text) and re.search(r"without|\bno\b|\bnot\b|n't", low) and len(
-                    words & content_words(low)) >= max(2, len(words) / 2):
+            lost = re.search(r"(n't|\bnot\b).*\b(if|unless|without)\b", text) and re.search(r"without|\bno\b|not\b|n't", low)
+            if lost and len(words & content_words(low)) >= max(2, len(words) / 2):
                 return "No. " + text
         plan = re.search(r"(?:me to|shall i|should i|can i|may i|i will|i'll|like to|want to|going to|"
                          r"you to) (\w+)", low)

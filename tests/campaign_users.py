@@ -101,6 +101,8 @@ def gold_agent(task, domain, user_tools, log):
                     log["confirm"].append(answer)
                     if answer.lower().startswith("yes"):
                         break
+                else:
+                    log["refused"].append(f"{plan_words(action)}: {answer}")
             yield json.dumps(call_of(action))
         facts = ", ".join(task.evaluation_criteria.communicate_info or [])
         for _ in range(15):
@@ -115,11 +117,13 @@ def measure(domain, split="base", verbose=True):
     tasks = domain_tasks(domain, split)
     paying = [t for t in tasks if play(domain, t, GoldUser(), replay_agent(t))[0] == 1.0]
     user_tools = Tau2Env(domain, tasks=tasks[:1]).shared.user_tools
-    failures, device, done = [], 0, 0
+    failures, refused, plans, device, done = [], [], 0, 0, 0
     for task in paying:
         log = collections.defaultdict(list)
         reward, outcome, transcript, _ = play(domain, task, ScriptedUser(), gold_agent(task, domain, user_tools, log))
         last = transcript[-1]
+        refused += [(task.id, text) for text in log["refused"]]
+        plans += len(log["confirm"])
         own_stop = last["role"] == "user" and "###" in last["content"]
         calls = [c for m in transcript if m["role"] == "user" for c in m.get("tool_calls") or []]
         for name, arguments, _ in log["device"]:
@@ -133,7 +137,7 @@ def measure(domain, split="base", verbose=True):
                     print("      ", m["role"], str(m.get("tool_calls") or m["content"])[:200])
     return {"domain": domain, "tasks": len(tasks), "gold replay pays 1": len(paying),
             "own stop and full reward": len(paying) - len(failures), "device actions": f"{done} of {device}",
-            "failures": failures}
+            "times asked to confirm": plans, "gold plans refused twice": refused, "failures": failures}
 
 
 # ------------------------------------------------------------------ what the customer gives, and what it keeps back
@@ -210,6 +214,17 @@ def audit(domain):
             "kept back": kept - len(leaks), "leaks": leaks, "invented": invented}
 
 
+def wrong_plans():
+    """Retail tasks that name their orders: ask to confirm the same action on another order. Returns: (refused, asked)."""
+    refused = asked = 0
+    for task in domain_tasks("retail", "base"):
+        if values_of(task, "order", ()):
+            asked += 1
+            reply = talk("retail", task, ["Do you want me to go on with order #W0000000? (yes/no)"])[1]
+            refused += not reply.startswith("Yes")
+    return {"wrong orders refused": f"{refused} of {asked}"}
+
+
 def conditions(domain):
     """Play each "if X, then Y" sentence: bring X about, and see whether the customer says most of Y's words."""
     rows = []
@@ -239,5 +254,5 @@ def conditions(domain):
 
 if __name__ == "__main__" and "__file__" in globals():
     for name in sys.argv[1:]:
-        results = [measure(name)] + ([audit(name), conditions(name)] if name in ("retail", "airline") else [])
+        results = [measure(name), *([wrong_plans()] if name == "retail" else [])] + ([audit(name), conditions(name)] if name in ("retail", "airline") else [])
         print(json.dumps(results, indent=1))
