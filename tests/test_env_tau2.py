@@ -16,17 +16,18 @@ import gymnasium
 import numpy as np
 import pytest
 
-from env_tau2 import AGENT_GREETING, MAX_CALLS_PER_TURN, Records, Tau2Env, copy_world, do_nothing_reward
+from env_tau2 import AGENT_GREETING, MAX_CALLS_PER_TURN, STOP_WORDS, Records, Tau2Env, copy_world, do_nothing_reward
 from env_tau2 import domain_data, domain_tasks, parse_turn, refusal, tau2_version, world_changes
 from tau2.agent.base import BaseAgent
 from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
 from tau2.data_model.simulation import TerminationReason
 from tau2.data_model.tasks import Task
 from tau2.domains.telecom.user_tools import TelecomUserTools
+from tau2.gym.gym_agent import GymAgent
 from tau2.orchestrator.orchestrator import DEFAULT_FIRST_AGENT_MESSAGE, Orchestrator
 from tau2.registry import registry
 from tau2.user.base import BaseUser
-from tau2.user.user_simulator import UserSimulator
+from tau2.user.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, UserSimulator
 from tests.audit_env import exploit_probes, gold_errors
 from tests.parity_env import FRESH_VPN, as_in_a_fresh_process, campaign, difference, gold_replays, plan, play
 from tests.parity_env import random_call, random_trajectories, user_turn, values_seen
@@ -70,7 +71,7 @@ def test_parity_campaign_for_ci():
     """The whole campaign in small: every gold replay, 200 random trajectories, and proof that it can fail."""
     lines, differences, counts = campaign(200, seed=1)
     assert differences == []
-    assert counts["1.0"] >= 0.25 * sum(counts.values()) and counts["DB alone"] >= 10 and counts["ENV_ASSERTION alone"] >= 10
+    assert counts["1.0"] >= 0.25 * sum(counts.values()) and min(counts["DB alone"], counts["ENV_ASSERTION alone"]) >= 5
 
 
 def test_the_comparison_can_fail():
@@ -260,9 +261,10 @@ def test_tasks_with_a_message_history_go_on_from_it():
         assert [essence(m) for m in env.judged] == [essence(m) for m in theirs.messages]
 
 
-def test_the_greeting_is_tau2s():
-    """The greeting is copied, so that litellm need not be imported: it must stay tau2's."""
+def test_greeting_and_stop_words_are_tau2s():
+    """They are copied, so that litellm need not be imported: they must stay tau2's."""
     assert AGENT_GREETING == DEFAULT_FIRST_AGENT_MESSAGE.content
+    assert set(STOP_WORDS["user"]) == {STOP, TRANSFER, OUT_OF_SCOPE} and STOP_WORDS["assistant"] == (GymAgent.STOP_TOKEN,)
 
 
 def test_a_stop_in_the_last_hop_is_a_stop():
@@ -314,7 +316,7 @@ def test_new_bills_are_named_by_the_seed():
     ("{", "bad"), ("[]", "bad"), ("{}", "bad"), ("[1]", "bad"), ('{"content": 3}', "bad"), ("", "bad"), (" \n\t", "bad"),
     ('{"name": "a", "arguments": {"x": ' + "[" * 40 + "]" * 40 + "}}", "bad"), ("[" * 10_000, "bad"),
     ('{"name": "a", "arguments": {"x": 1' + "0" * 300 + "}}", "bad"), ('{"name": "a", "arguments": {"x": 1' + "0" * 5000 + "}}", "bad"),
-    ('{"name": "a", "arguments": {"x": "\\ud800"}}', "bad"), ("calculate(expression={1: 2, 'a': 3})", "bad"), ("\ud800", "bad"), ("x" * 100_001, "bad"),
+    ('{"name": "a", "arguments": {"x": "\\ud800"}}', "bad"), ("calculate(expression={1: 2, 'a': 3})", "bad"), ("\ud800", "bad"), ('{"name": "a", "arguments": {"x": [NaN]}}', "bad"), ("x" * 100_001, "bad"),
     (json.dumps([{"name": "a", "arguments": {}}] * (MAX_CALLS_PER_TURN + 1)), "bad"), (None, "bad"), (7, "bad"),
 ])
 def test_action_grammar(action, expected):
