@@ -183,7 +183,7 @@ class SinkFlashCPU(torch.autograd.Function):
             o, part = FLASH_CPU(q[piece.q], k[piece.k], v[piece.k], scale=scale, **mask)
             total = torch.logaddexp(lse[piece.q], part.double())
             old, new = ((x - total).exp_().to(sink.dtype)[..., None] for x in (lse[piece.q], part))
-            out[piece.q].mul_(old).add_(o * new)  # float32 weights widen a bfloat16 o
+            out[piece.q].mul_(old).add_(o.mul_(new) if o.dtype == new.dtype else o * new)
             lse[piece.q] = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sink, key_bias, out, lse)
@@ -195,16 +195,19 @@ class SinkFlashCPU(torch.autograd.Function):
     def backward(ctx, grad):
         """lse holds the sink's share, so a piece's stock backward is its exact part of dQ, dK and dV."""
         q, k, v, sink, key_bias, out, lse = ctx.saved_tensors
-        dq, dk, dv = (torch.zeros_like(x, dtype=sink.dtype) for x in (q, k, v))
+        share = (sink - lse).exp_() * (grad.to(sink.dtype) * out).sum(-1)  # (B, H, T)
+        dsink = -share.sum((0, 2)).to(sink.dtype).view(1, -1, 1)
+        sums = None
         for piece in ctx.pieces:
             mask = piece_mask(piece, key_bias, sink)
             parts = FLASH_CPU_BACKWARD(grad[piece.q], q[piece.q], k[piece.k], v[piece.k], out[piece.q],
                                        lse[piece.q].to(sink.dtype), 0.0, scale=ctx.scale, **mask)
-            for whole, index, part in zip((dq, dk, dv), (piece.q, piece.k, piece.k), parts):
+            if len(ctx.pieces) == 1 and q.shape[2] == k.shape[2]:
+                return *parts, dsink, None, None, None  # one call for everything: no second copy
+            sums = sums or [torch.zeros_like(x, dtype=sink.dtype) for x in (q, k, v)]
+            for whole, index, part in zip(sums, (piece.q, piece.k, piece.k), parts):
                 whole[index].add_(part)
-        share = (sink - lse).exp_() * (grad.to(sink.dtype) * out).sum(-1)  # (B, H, T)
-        dsink = -share.sum((0, 2)).to(sink.dtype).view(1, -1, 1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+        return *(x.to(q.dtype) for x in sums), dsink, None, None, None
 
 
 def sink_decode(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, key_mask: Tensor | None, scale: float):
@@ -296,7 +299,7 @@ def sink_flex(q, k, v, sink, runs, window, key_mask, scale, attend=None) -> Tens
     version = 0 if key_mask is None else key_mask._version
     block_mask = sink_block_mask(runs, B, T, k.shape[2], window, key_mask, version, q.device)
 
-    def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D), always with the same strides: one graph a bucket
+    def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D), same strides always: a graph a bucket
         flat = x.transpose(1, 2).reshape(1, -1, x.shape[1], D)
         short = bucket - flat.shape[1]
         return (F.pad(flat, (0, 0, 0, 0, 0, short)) if short else flat.contiguous()).transpose(1, 2)
@@ -327,8 +330,8 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
     B, H, T, D = q.shape
     S = k.shape[2]
     if not is_causal or S < T or H % k.shape[1] or (window is not None and window < 1):
-        raise ValueError(f"need a causal mask, S >= T, Hk dividing H, window >= 1; got {is_causal=}, {window=}, "
-                         f"q {q.shape}, k {k.shape}")
+        raise ValueError(f"need a causal mask, S >= T, Hk dividing H, window >= 1; got {is_causal=}, "
+                         f"{window=}, q {q.shape}, k {k.shape}")
     runs = (SinkRun(0, T, S - T, 0, S - T),)  # the cached past is what comes before
     if layout is not None:
         runs = layout.runs
@@ -344,9 +347,7 @@ def sink_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, sca
         return sink_flex(q, k, v, sink, runs, window, key_mask, scale)
     if q.device.type != "cpu":
         raise ValueError(f"sink attention runs on cpu and cuda, not on {q.device.type}")
-    bias = None
-    if key_mask is not None:
-        bias = sink.new_zeros(B, 1, 1, S).masked_fill_(~key_mask[:, None, None], MASKED)
+    bias = None if key_mask is None else torch.where(key_mask, 0.0, MASKED).to(sink.dtype)[:, None, None]
     if q.dtype == sink.dtype:  # forward and backward kernels round score * scale differently: 3x the error
         q, scale = q * scale, 1.0
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # others are misread
@@ -365,9 +366,8 @@ def sinkflex_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask
     if use_vmap or chunked or mask_function is bidirectional_mask_function:
         raise ValueError("sinkflex does causal and sliding masks, not bidirectional, chunked or added ones")
     written = int(q_offset) + q_length - kv_offset
-    if attention_mask is None:
-        attention_mask = torch.ones(batch_size, kv_offset + written)
-    live = attention_mask[:, kv_offset:kv_offset + written].to(device=device, dtype=torch.bool)
+    mask = torch.ones(batch_size, kv_offset + written) if attention_mask is None else attention_mask
+    live = mask[:, kv_offset:kv_offset + written].to(device=device, dtype=torch.bool)
     return None if written == kv_length and live.all() else live
 
 

@@ -608,14 +608,15 @@ def test_cpu_memory_is_linear(kind, window):
     assert peaks[1] < 4096 * 4096 * 4 / 2, peaks  # half of one float32 (S, S)
 
 
-def seconds(function, times):
-    """Median wall time; a median, because the machine does other things too."""
-    taken = []
+def seconds(times, *functions):
+    """Median processor time of each, taken in turns, on one thread: wall time would count what else the machine does."""
+    taken = [[] for _ in functions]
     for _ in range(times):
-        start = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        for function, spent in zip(functions, taken):
+            start = time.process_time()
+            function()
+            spent.append(time.process_time() - start)
+    return [statistics.median(spent) for spent in taken]
 
 
 @pytest.mark.slow
@@ -630,7 +631,7 @@ def test_full_attention_faster_and_leaner_than_eager():
         return eager_attention_forward(module, q, k, v, bias, 0.125)[0].transpose(1, 2)
 
     memory = [peak_bytes(lambda: with_grads(f, *x)) for f in (theirs, sink_attention)]
-    times = [seconds(lambda: with_grads(f, *x), n) for f, n in ((theirs, 3), (sink_attention, 5))]
+    times = seconds(7, lambda: with_grads(theirs, *x), lambda: with_grads(sink_attention, *x))
     print(f"\nfull 2048: time {times[0] / times[1]:.1f}x, extra memory {memory[0] / memory[1]:.1f}x")
     assert times[0] >= 5 * times[1] and memory[0] >= 20 * memory[1]
 
@@ -638,10 +639,9 @@ def test_full_attention_faster_and_leaner_than_eager():
 @pytest.mark.slow
 def test_sliding_time_is_linear():
     """A sliding layer that does the work of a full one: four times the tokens take at most five times as long."""
-    times = []
-    for T in (2048, 8192):
-        x = tensors(T, 16, 2, 64)
-        times.append(seconds(lambda: with_grads(partial(sink_attention, window=128), *x), 5))
+    short, long = tensors(2048, 16, 2, 64), tensors(8192, 16, 2, 64)
+    sliding = partial(sink_attention, window=128)
+    times = seconds(7, lambda: with_grads(sliding, *short), lambda: with_grads(sliding, *long))
     print(f"\nsliding 2048 -> 8192: {times[1] / times[0]:.2f}x")
     assert times[1] <= 5 * times[0]
 
@@ -652,8 +652,8 @@ def test_decode_faster_than_eager():
     q, k, v, sinks, _ = tensors(1, 64, 8, 64, S=2048)
     module = SimpleNamespace(num_key_value_groups=8, sinks=sinks, training=False)
     with torch.no_grad():
-        theirs = seconds(lambda: eager_attention_forward(module, q, k, v, None, 0.125), 31)
-        ours = seconds(lambda: sink_attention(q, k, v, sinks), 31)
+        theirs, ours = seconds(31, lambda: eager_attention_forward(module, q, k, v, None, 0.125),
+                               lambda: sink_attention(q, k, v, sinks))
     print(f"\ndecode 2048 keys: {theirs / ours:.1f}x")
     assert theirs >= 5 * ours
 
@@ -661,22 +661,21 @@ def test_decode_faster_than_eager():
 @pytest.mark.slow
 def test_whole_model_trains_faster_with_the_same_loss():
     """4 layers, hidden 256, 8 x 1024 tokens: a step at least 4x faster than eager, same loss to 1e-5."""
-    ids, times, losses = tokens(8, 1024), [], []
-    for attn in ("eager", "sinkflex"):
+    ids, losses, steps = tokens(8, 1024), {"eager": [], "sinkflex": []}, []
+    for attn, found in losses.items():
         model = gpt_oss(attn, window=128, hidden=256, heads=16, head_dim=32, vocab_size=512, intermediate_size=256)
-        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
 
-        def step():
+        def step(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), found=found):
             optimizer.zero_grad()
             loss = model(ids, labels=ids, use_cache=False).loss
             loss.backward()
             optimizer.step()
             found.append(float(loss.detach()))
 
-        times.append(seconds(step, 2 if attn == "eager" else 3))
-        losses.append(found[:2])
+        steps.append(step)
+    times = seconds(3, *steps)
     print(f"\n4 layers, 8 x 1024: {times[0] / times[1]:.1f}x, losses {losses}")
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5) and times[0] >= 4 * times[1]
+    assert losses["eager"] == pytest.approx(losses["sinkflex"], abs=1e-5) and times[0] >= 4 * times[1]
 
 
 def test_trl_sft_trainer_runs_on_it(tmp_path):
