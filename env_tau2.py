@@ -314,11 +314,12 @@ class PlainCustomer:
     """The user when none is given, so that gymnasium.make works alone: says all it knows at once, later stops."""
 
     def reply(self, conversations: list[Conversation]) -> list[SimpleNamespace]:
-        texts = []
+        turns = []
         for conversation in conversations:
-            turns = sum(message["role"] == "user" for message in conversation.messages)
-            texts.append(str(conversation.scenario) if turns == 0 else "That is all I know." if turns < 4 else "###STOP###")
-        return [SimpleNamespace(text=text, tool_calls=[], fault=None) for text in texts]
+            said = sum(message["role"] == "user" for message in conversation.messages)
+            text = str(conversation.scenario) if said == 0 else "That is all I know." if said < 4 else "###STOP###"
+            turns.append(SimpleNamespace(text=text, tool_calls=[], fault=None))
+        return turns
 
 
 class Tau2Env(gymnasium.Env):
