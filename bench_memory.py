@@ -3,12 +3,11 @@
     python bench_memory.py --vram-cap 4            # measured, each cell in a process of its own, at most 4 GiB each
     python bench_memory.py --plan --model gpt-oss-20b --checkpointing --lengths 4096 8192 16384 32768 --vram 80
 
-One cell is one fixed training step (forward, log-probs, backward, AdamW) on random tokens and weights. `full` builds
-the logits (B, T, V) as most trainers do, `chunked` is grpo.token_logps. Out of memory is a result, not a crash.
-Modelled (`--plan`): the same step under fake tensors, which have a shape and no data, while a meter adds up the living
-storages: no weights, no GPU. On a CPU that equals the true allocations (a test asks torch.profiler); of a GPU it knows
-neither the allocator's rounding and fragmentation nor a kernel's workspace. GiB are 2**30 bytes, as the GB on a card.
-Dimension key: B rows, T tokens, C hidden size, V vocabulary, K experts per token.
+A cell is one fixed training step (forward, log-probs, backward, AdamW) on random tokens and weights; `full` builds the
+logits (B, T, V), `chunked` is grpo.token_logps. Out of memory is a result, not a crash. Modelled (`--plan`): the same
+step on fake tensors, which have a shape and no data, while a meter adds up the living storages. On a CPU that equals
+the true allocations (a test asks torch.profiler); of a GPU it knows neither the allocator's rounding nor a kernel's
+workspace. GiB are 2**30 bytes, as the GB on a card. Dimension key: B rows, T tokens, C hidden size, V vocabulary.
 """
 import json
 import os
@@ -17,18 +16,16 @@ import subprocess
 import sys
 import time
 import weakref
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import product
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 import tyro
-from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, GptOssConfig
 
@@ -64,8 +61,8 @@ def bench_model(cfg: MemoryBench, attn: str, device: str):
     else:
         config = AutoConfig.from_pretrained(SMALL_POLICY if cfg.model == "tiny" else cfg.model)
     if cfg.layers:
-        config.num_hidden_layers = cfg.layers
-        config.layer_types = (getattr(config, "layer_types", None) or [])[:cfg.layers] or None
+        kinds = getattr(config, "layer_types", None)
+        config.num_hidden_layers, config.layer_types = cfg.layers, kinds and kinds[:cfg.layers]
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.dtype), attn_implementation=attn)
@@ -76,55 +73,44 @@ def bench_model(cfg: MemoryBench, attn: str, device: str):
 
 def bench_step(cfg: MemoryBench, model, optimizer, ids) -> None:
     """One training step on ids (B, T): the gradient of the next tokens' mean log-prob, and an update."""
-    extra = {"use_cache": False}
-    if cfg.attn[0] == "sinkflex":
-        extra["sink_mask"] = pack_layout([(ids.shape[1], ())], ids.device)
+    extra = {"sink_mask": pack_layout([(ids.shape[1], ())], ids.device)} if cfg.attn[0] == "sinkflex" else {}
     if cfg.logprobs[0] == "full":
-        logits = model(input_ids=ids, **extra).logits[:, :-1]  # (B, T-1, V)
+        logits = model(input_ids=ids, use_cache=False, **extra).logits[:, :-1]  # (B, T-1, V)
         logp = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])  # (B, T-1, 1)
     else:
-        hidden = model.get_decoder()(input_ids=ids, **extra).last_hidden_state[:, :-1].flatten(0, 1)  # (B * (T-1), C)
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False, **extra).last_hidden_state  # (B, T, C)
         head = model.get_output_embeddings().weight  # (V, C)
         chunk = 2**25 // len(head) if cfg.device == "cuda" else None  # a plan for CUDA runs on fake CPU tensors
-        logp, _ = token_logps(hidden, head, ids[:, 1:].flatten(), chunk=chunk)
+        logp, _ = token_logps(hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten(), chunk=chunk)
     (-logp.mean()).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def bench_adamw(cfg: MemoryBench, model):
-    """AdamW over what is trained; `foreach` as torch itself chooses on that device."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=cfg.device == "cuda")
 
 
 def measure_cell(cfg: MemoryBench) -> dict:
     """One cell in this process: peak above the weights (on a CPU: resident, above what was there before the steps)."""
     cuda = cfg.device == "cuda"
 
-    def resident(field: str) -> int:  # bytes; VmRSS: now, VmHWM: at most, since the last reset
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+    def resident(field: str) -> int:  # bytes; VmRSS: now; VmHWM: at most, since the last reset
+        return int(Path("/proc/self/status").read_text().split(field)[1].split()[1]) * 1024
     model = bench_model(cfg, cfg.attn[0], cfg.device)
     ids = torch.randint(0, model.config.vocab_size, (cfg.batch, cfg.lengths[0]), device=cfg.device)
     # A short step without an update first: it loads code lazily, which is no part of what is measured.
     bench_step(cfg, model, torch.optim.SGD(model.parameters(), lr=0.0), ids[:, :16])
     if cuda:
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.vram_cap * 2**30 / torch.cuda.mem_get_info()[1]))
-        torch.cuda.reset_peak_memory_stats()
     else:
         resource.setrlimit(resource.RLIMIT_DATA, (int(cfg.vram_cap * 2**30), resource.RLIM_INFINITY))
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # resets VmHWM
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     base = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
-    optimizer, seconds = bench_adamw(cfg, model), []
+    optimizer, seconds = torch.optim.AdamW(model.parameters(), foreach=cuda), []
     for _ in range(4):  # the first one warms up
         start = time.perf_counter()
         bench_step(cfg, model, optimizer, ids)
-        if cuda:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize() if cuda else None
         seconds.append(time.perf_counter() - start)
     peak, step_s = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM"), sorted(seconds[1:])[1]
-    reserved = torch.cuda.max_memory_reserved() if cuda else resident("VmHWM")
+    reserved = torch.cuda.max_memory_reserved() if cuda else peak
     return {"status": "ok", "total": peak / 2**30, "above": (peak - base) / 2**30, "reserved": reserved / 2**30,
             "step_s": step_s, "tokens_per_s": ids.numel() / step_s}
 
@@ -135,10 +121,10 @@ def run_cell(cfg: MemoryBench) -> dict:
     done = subprocess.run(command, env=os.environ | {"MALLOC_ARENA_MAX": "1"}, capture_output=True, text=True)
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    signs = ("MemoryError", "OutOfMemory", "allocate memory", "bad_alloc", "memory object", "out of memory")
-    oom = done.returncode == -9 or any(sign in done.stderr for sign in signs)
-    status = "oom" if oom else "unsupported" if "NotImplementedError" in done.stderr else "failed"
-    return {"status": status, "reason": f"exit {done.returncode}: {done.stderr.strip()[-300:]}"}
+    signs = {"oom": ("MemoryError", "OutOfMemory", "allocate memory", "bad_alloc", "memory object", "out of memory"),
+             "unsupported": ("NotImplementedError", "cannot be run on CPU"), "failed": ("",)}
+    status = next(status for status, texts in signs.items() if any(text in done.stderr for text in texts))
+    return {"status": "oom" if done.returncode == -9 else status, "reason": done.stderr.strip()[-300:]}
 
 
 class PeakMeter(TorchDispatchMode):
@@ -147,38 +133,36 @@ class PeakMeter(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.at_peak, self.known, self.phase = Counter(), Counter(), set(), "weights"
+        self.live, self.at_peak, self.now, self.peak, self.known, self.phase = Counter(), {}, 0, 0, set(), "weights"
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # Its shape rule knows bfloat16 only; its CPU kernel takes float32 too.
-            out = func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **(kwargs or {})).to(args[0].dtype)
-        else:
-            out = func(*args, **(kwargs or {}))
-        for tensor in (x for x in tree_leaves(out) if isinstance(x, torch.Tensor)):
-            key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
-            if key not in self.known:
-                self.known.add(key)
-                self.live[self.phase, tuple(tensor.shape)] += size
-                weakref.finalize(tensor.untyped_storage(), self.farewell, key, (self.phase, tuple(tensor.shape)), size)
-        if self.live.total() > self.at_peak.total():
-            self.at_peak = self.live.copy()
+        narrow = func is torch.ops.aten._grouped_mm.default  # its shape rule knows bfloat16 only, its CPU kernel more
+        out = func(*(x.bfloat16() if narrow else x for x in args[:2]), *args[2:], **(kwargs or {}))
+        out = out.to(args[0].dtype) if narrow else out
+        for tensor in (x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                key, kind, size = storage._cdata, (self.phase, tuple(tensor.shape)), storage.nbytes()
+                self.count(key, kind, size)
+                weakref.finalize(storage, self.count, key, kind, -size)
+        if self.now > self.peak:
+            self.peak, self.at_peak = self.now, dict(self.live)
         return out
 
-    def farewell(self, key: int, kind: tuple, size: int) -> None:
-        """The last tensor on a storage is gone."""
-        self.known.discard(key)
-        self.live[kind] -= size
+    def count(self, key: int, kind: tuple, size: int) -> None:
+        """A storage came, or (negative size) the last tensor on it went."""
+        self.known ^= {key}
+        self.live[kind] += size
+        self.now += size
 
 
 def planned_flex(module, query, key, value, attention_mask, scaling=None, sliding_window=None, s_aux=None, **kwargs):
     """sinkflex as on CUDA, for fake tensors: the bare operator, and an epilogue that keeps no float32 copy either."""
-    def attend(q, k, v, sink, block_mask, scale):
-        out, lse, _ = flex_operator(q, k, v, lambda score, *at: score, block_mask.as_tuple(), scale,
-                                    {"OUTPUT_LOGSUMEXP": True}, (), ())
+    def attend(q, k, v, sink, mask, scale):
+        out, lse, _ = torch.ops.higher_order.flex_attention(q, k, v, lambda score, *at: score, mask.as_tuple(), scale, {})
         return out * torch.sigmoid(lse - sink).to(out.dtype)[..., None]
-    out = sink_flex(query, key, value, sink_logits(query, s_aux), runs=kwargs["sink_mask"].runs, window=sliding_window,
-                    key_mask=None, scale=scaling, attend=attend)
+    out = sink_flex(query, key, value, sink_logits(query, s_aux), runs=kwargs["sink_mask"].runs, key_mask=None,
+                    window=sliding_window, scale=scaling, attend=attend)
     return out.transpose(1, 2), None
 
 
@@ -190,94 +174,77 @@ for name, function in {"sinkflex_planned_cuda": planned_flex, "sinkflex_planned_
 def plan_cell(cfg: MemoryBench) -> dict:
     """Modelled peak of one step, in GiB by kind; the optimizer's state is there beforehand, as in every later step."""
     attn = f"sinkflex_planned_{cfg.device}" if cfg.attn[0] == "sinkflex" else cfg.attn[0]
-    model = bench_model(cfg, attn, "meta")
+    model, T, N = bench_model(cfg, attn, "meta"), cfg.lengths[0], cfg.batch * cfg.lengths[0]
     sink_block_mask.cache_clear()  # a fake mask must not outlive its mode
-    T, tokens = cfg.lengths[0], cfg.batch * cfg.lengths[0]
-
-    def tiled(experts, x, *routing):  # x (B * T, C), routing (B * T, K) each
-        tiles = zip(*(t.split(cfg.moe_tile) for t in (x, *routing)))
-        return torch.cat([checkpoint(experts, *tile, use_reentrant=False) for tile in tiles])
-    with FakeTensorMode(allow_non_fake_inputs=True), PeakMeter() as meter:
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), PeakMeter() as meter:
         model.to_empty(device="cpu").tie_weights()
-        for module in [m for m in model.modules() if hasattr(m, "experts") and cfg.moe_tile]:
-            module.experts.forward = partial(tiled, module.experts.forward)
-        meter.phase, optimizer = "optimizer", bench_adamw(cfg, model)
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+        for experts in [m.experts for m in model.modules() if hasattr(m, "experts") and cfg.moe_tile]:
+            experts.forward = lambda *inputs, inner=experts.forward: torch.cat([  # hidden (N, C), routing (N, K) twice
+                checkpoint(inner, *tile, use_reentrant=False) for tile in zip(*(x.split(cfg.moe_tile) for x in inputs))])
+        meter.phase, optimizer = "optimizer", torch.optim.AdamW(model.parameters(), foreach=cfg.device == "cuda")
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        before = meter.live.total()
-        meter.phase, meter.at_peak = "step", Counter()
+        before, meter.phase, meter.peak = meter.now / 2**30, "step", 0
         bench_step(cfg, model, optimizer, torch.zeros(cfg.batch, T, dtype=torch.int64))
-    row, k = Counter(), getattr(model.config, "num_experts_per_tok", 1)
+    parts, k = Counter(), getattr(model.config, "num_experts_per_tok", 1)
     for (phase, shape), size in meter.at_peak.items():
-        kinds = {"logits": model.config.vocab_size in shape, "scores": len(shape) > 2 and min(shape[-2:]) >= T,
-                 "experts": tokens * k in shape or shape[:2] == (tokens, k), "rest": True}
-        row[phase if phase != "step" else next(kind for kind, fits in kinds.items() if fits)] += size / 2**30
-    return {"status": "modelled", "total": row.total(), "above": row.total() - before / 2**30, **row}
+        kinds = {phase: phase != "step", "logits": model.config.vocab_size in shape,
+                 "scores": len(shape) == 4 and min(shape[-2:]) >= T,
+                 "experts": {N * k, (cfg.moe_tile or N) * k} & {*shape} or shape[:2] == (N, k), "rest": True}
+        parts[next(kind for kind, fits in kinds.items() if fits)] += size / 2**30
+    return {"status": "modelled", "total": meter.peak / 2**30, "above": meter.peak / 2**30 - before, **parts}
 
 
-def longest_context(cfg: MemoryBench, known: dict[int, float]) -> int:
-    """Longest context, in steps of 1024 tokens, whose modelled peak fits in cfg.vram GiB; known: {length: GiB}."""
-    known = {0: 0.0} | known
-    while True:
-        low = max(n for n, gib in known.items() if gib <= cfg.vram)
-        high = min((n for n, gib in known.items() if gib > cfg.vram), default=2 * max(known))
-        if high - low <= 1024 and high in known or low >= 2**18:
-            return low
-        share = (cfg.vram - known[low]) / (known[high] - known[low]) if high in known else 1.0
-        n = min(max(int(low + share * (high - low)) // 1024 * 1024, low + 1024), high - 1024 * (high in known))
-        known[n] = plan_cell(replace(cfg, lengths=(n,)))["total"]
-
-
-def bench_plot(rows: list[dict], cap: float | None, path: str = "bench.png") -> None:
-    """Memory by length with the cap and a cross where it ran out, and time by length."""
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    for axis, name, label in zip(axes, ("above", "step_s"), ("peak above the weights, GiB", "seconds per step")):
-        for series in dict.fromkeys(row["series"] for row in rows):
-            mine = [row for row in rows if row["series"] == series]
-            points = [(row["length"], row[name]) for row in mine if row.get(name)]
-            line, = axis.plot(*zip(*points) if points else ([], []), "o-", label=series)
-            dead = [row["length"] for row in mine if row["status"] == "oom"]
-            axis.plot(dead, [cap] * len(dead), "x", markersize=10, color=line.get_color())
-        axis.set(xscale="log", yscale="log" if points else "linear", xlabel="context length, tokens", ylabel=label)
-    if cap:
-        axes[0].axhline(cap, linestyle="--", color="grey", label="cap (x: out of memory)")
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def bench_plot(rows: list[dict], cap: float) -> None:
+    """bench.png: memory by length, with the cap and a cross where it was hit, and time by length."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for series in dict.fromkeys(row["series"] for row in rows):
+        mine = [row for row in rows if row["series"] == series]
+        for axis, name in zip(axes, ("step_s", "above")):
+            line, = axis.plot([r["length"] for r in mine], [r.get(name, float("nan")) for r in mine], "o-", label=series)
+        dead = [row["length"] for row in mine if row["status"] == "oom"]
+        axes[1].plot(dead, [cap] * len(dead), "x", markersize=10, color=line.get_color())
+    axes[0].set(xlabel="context length, tokens", ylabel="seconds per step")
+    axes[1].set(xlabel="context length, tokens", ylabel="peak above the weights, GiB", yscale="log")
+    axes[1].axhline(cap, linestyle="--", color="grey", label="cap (x: out of memory)")
+    axes[1].legend()
+    figure.savefig("bench.png", dpi=110)
 
 
 def bench_memory(cfg: MemoryBench) -> dict:
-    """Sweep or plan: prints a table, writes bench.png; the last line of standard output is the result as JSON."""
-    tiny, cuda, free = cfg.model == "tiny", torch.cuda.is_available(), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Sweep or plan: prints a table as it goes, writes bench.png, returns what the last line of output shows as JSON."""
+    tiny, cuda = cfg.model == "tiny", torch.cuda.is_available()
     device = cfg.device if cfg.device != "auto" else "cuda" if cuda or cfg.plan and not tiny else "cpu"
-    cap = cfg.vram_cap or (torch.cuda.mem_get_info()[1] if device == "cuda" and cuda else 0.8 * free) / 2**30
-    cfg = replace(cfg, device=device, vram_cap=cap, dtype=cfg.dtype or ("float32" if tiny else "bfloat16"),
-                  lora_rank=cfg.lora_rank if cfg.lora_rank is not None else 0 if tiny else 16)
-    columns = ["length", "series", "status", "total", "above", "less"]
-    columns += ["weights", "optimizer", "logits", "scores", "experts", "rest"] if cfg.plan else ["step_s", "tokens_per_s", "faster"]
-    print(*(f"{name:>{24 if name == 'series' else 12}}" for name in columns))
-    rows = []
-    for length, attn, logprobs, tile in product(cfg.lengths, cfg.attn, cfg.logprobs, sorted({0, cfg.moe_tile or 0})):
-        cell = replace(cfg, lengths=(length,), attn=(attn,), logprobs=(logprobs,), moe_tile=tile or None, vram=None)
-        row = {"length": length, "series": f"{attn} {logprobs}" + (f" tile {tile}" if tile else "")}
-        row |= plan_cell(cell) if cfg.plan else run_cell(cell)
+    free = torch.cuda.mem_get_info()[1] if cuda else 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cfg = replace(cfg, device=device, vram_cap=cfg.vram_cap or free / 2**30,
+                  dtype=cfg.dtype or ("float32" if tiny else "bfloat16"),
+                  lora_rank=(0 if tiny else 16) if cfg.lora_rank is None else cfg.lora_rank)
+    columns = ("length status total above less " + ("weights optimizer logits scores experts rest series" if cfg.plan else
+                                                    "reserved step_s tokens_per_s faster series")).split()
+    cells, rows, result = {}, [], {"config": asdict(cfg), "torch": torch.__version__, "longest": {}}
+    for attn, logprobs in product(cfg.attn, cfg.logprobs):
+        cells[f"{attn} {logprobs}"] = replace(cfg, attn=(attn,), logprobs=(logprobs,), moe_tile=None)
+    if cfg.moe_tile:  # for the last series only
+        cells[f"{attn} {logprobs} tile {cfg.moe_tile}"] = replace(cfg, attn=(attn,), logprobs=(logprobs,))
+    print(*(f"{name:>12}" for name in columns))
+    for length, (series, cell) in product(cfg.lengths, cells.items()):
+        row = {"length": length, "series": series} | (plan_cell if cfg.plan else run_cell)(replace(cell, lengths=(length,)))
         first = next((other for other in rows if other["length"] == length), row)
         if "above" in row and "above" in first:
-            row["less"] = first["above"] / row["above"]
-            row["faster"] = row["tokens_per_s"] / first["tokens_per_s"] if not cfg.plan else None
+            row |= {"less": first["above"] / row["above"],
+                    "faster": row.get("tokens_per_s", 0.0) / first.get("tokens_per_s", 1.0)}
         rows.append(row)
-        print(*(f"{value:>{24 if name == 'series' else 12}{'.3f' if isinstance(value, float) else ''}}" for name, value in ((n, row.get(n, "")) for n in columns)), flush=True)
-    bench_plot(rows, cfg.vram if cfg.plan else cap)
-    return {"config": asdict(cfg), "rows": rows}
+        print(*(f"{row[c]:>12.4g}" if isinstance(row.get(c), float) else f"{row.get(c, ''):>12}" for c in columns), flush=True)
+    for series, cell in cells.items() if cfg.vram else ():  # in steps of 1,024 tokens, below 131,072
+        total = lambda n: plan_cell(replace(cell, lengths=(1024 * n,)))["total"]
+        result["longest"][series] = 1024 * bisect_right(range(1, 128), cfg.vram, key=total)
+        print(f"longest context in {cfg.vram:g} GiB, {series}: {result['longest'][series]} tokens (modelled)", flush=True)
+    bench_plot(rows, cfg.vram or cfg.vram_cap)
+    return result | {"rows": rows}
 
 
 if __name__ == "__main__" and "__file__" in globals():
     chosen = tyro.cli(MemoryBench)
-    if chosen.cell:
-        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(chosen.cell).items()}
-        print(json.dumps(measure_cell(MemoryBench(**fields))))
-    else:
-        print(json.dumps(bench_memory(chosen)))
+    print(json.dumps(measure_cell(MemoryBench(**json.loads(chosen.cell))) if chosen.cell else bench_memory(chosen)))
