@@ -282,7 +282,7 @@ def write_html(run_dir: str | Path, limit: int = 200) -> Path:
             f'content="{csp}"><title>{title}</title><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>'
             f'<img alt="plots" src="data:image/png;base64,{plots}"><h2>Episodes</h2><p>The {len(shown)} newest of '
             f'{len(episodes)}. <mark>Marked</mark> tokens were sampled by the policy.</p><p>{filters}<span id="count">'
-            f'{len(shown)}</span> shown</p>{blocks}<script>{PAGE_SCRIPT}</script></body></html>')
+            f'all</span> shown</p>{blocks}<script>{PAGE_SCRIPT}</script></body></html>')
     aside = run_dir / ".report.tmp.html"
     aside.write_text(page, encoding="utf-8", errors="backslashreplace")  # a lone surrogate must not stop the page
     os.replace(aside, run_dir / "report.html")

@@ -285,6 +285,7 @@ def test_all_text_is_escaped(page):
     assert not set(names) & {"svg", "iframe", "base", "link", "object", "embed", "form"} and names.count("h1") == 1
     assert not [a for _, attrs in reader.tags for a in attrs if a.startswith("on")]
     assert names.count("mark") == 1 + len(FUZZ) + 2  # the legend, and one sampled piece an episode
+    assert reader.text.count("run<b>&") == 2  # the folder's name, in title and heading
     for text in FUZZ[:10]:
         assert text in reader.text
     assert all(attrs["src"].startswith("data:image/png") for tag, attrs in reader.tags if tag == "img")
