@@ -153,12 +153,14 @@ def gather_right(held: list[Held | None], spare: int) -> tuple[DynamicCache, lis
     lengths = [h.length if h else 0 for h in held]
     cache, slots = DynamicCache(), max(lengths)  # no config: every layer full length, the mask does the windowing
     for layer in next(h.cache for h in held if h).layers if slots else []:
-        rooms = [x.new_zeros(len(held), x.shape[1], slots + spare, x.shape[3]) for x in (layer.keys, layer.values)]
+        rooms = [x.new_empty(len(held), x.shape[1], slots + spare, x.shape[3]) for x in (layer.keys, layer.values)]
         cache.layers.append(RoomyLayer(*rooms, used=slots))
         for i, h in enumerate(held):
             source = h.cache.layers[len(cache.layers) - 1] if h else layer
             for room, x in zip(rooms, (source.keys, source.values)):
-                room[i, :, slots - lengths[i]:slots] = x[h.index, :, h.start:h.start + h.length] if h else 0
+                room[i, :, :slots - lengths[i]] = 0  # what the mask hides must be finite
+                if h:
+                    room[i, :, slots - h.length:slots] = x[h.index, :, h.start:h.start + h.length]
     return cache, lengths, slots
 
 
