@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, divide_by_std: bool = True, eps: float = 1e-4) -> Tensor:
-    """How much better an episode did than its siblings on the same task: it replaces a critic (section 4.1.2).
+    """How much better an episode did than its siblings on the same task: this replaces a critic (4.1.2).
 
     Args: rewards (P, G) float; valid (P, G) bool, False where the world failed, not the policy; divide_by_std
         False: Dr. GRPO's centred reward; eps in units of the reward (TRL 1e-4, verl 1e-6; both take n - 1).
@@ -41,9 +41,9 @@ def group_advantages(rewards: Tensor, valid: Tensor, divide_by_std: bool = True,
 
 
 def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, kind: str = "grpo",
-              clip_low: float = 0.2, clip_high: float = 0.2, episodes: int | None = None, tokens: int | None = None,
-              max_response_tokens: int | None = None, ref_logp: Tensor | None = None, kl_coef: float = 0.0,
-              rollout_logp: Tensor | None = None, tis_cap: float | None = None) -> tuple[Tensor, dict]:
+              clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, episodes: int | None = None,
+              tokens: int | None = None, max_response_tokens: int | None = None, tis_cap: float | None = None,
+              ref_logp: Tensor | None = None, rollout_logp: Tensor | None = None) -> tuple[Tensor, dict]:
     """The clipped policy gradient of a micro-batch, as its share of the step's loss: shares add up exactly.
 
     Args: mask and all log-probs (b, W); advantages (b,). episodes, tokens: of the whole step after dropped
@@ -144,9 +144,8 @@ def teaching_rows(batch: dict, advantages: Tensor, valid: Tensor | None) -> tupl
     unknown = ("loss grad_norm approx_kl kl_ref clipfrac_low clipfrac_high tis_truncated entropy "
                "logp_gap_mean logp_gap_max").split()  # None until an update has been taken
     return rows, dict.fromkeys(unknown) | {
-        "zero_variance_groups": len(set(batch["uid"]) - teaching), "trained_episodes": len(rows),
-        "trained_tokens": sum(own[row] for row in rows),
-        "skipped": None if rows else "no group had anything to teach"}
+        "trained_episodes": len(rows), "skipped": None if rows else "no group had anything to teach",
+        "trained_tokens": sum(own[r] for r in rows), "zero_variance_groups": len({*batch["uid"]} - teaching)}
 
 
 @dataclass
@@ -165,8 +164,7 @@ class Pack:
 def make_packs(batch: dict, rows: list, make_layout, shared_prefix: bool, budget: int, device) -> list[Pack]:
     """Cut the step into micro-batches of at most `budget` slots; an episode longer than that goes alone.
 
-    All before its first sampled token is its prompt; what follows its last one teaches nothing and is cut off.
-    """
+    All before its first sampled token is its prompt; what follows its last one teaches nothing: cut off."""
     places = {row: batch["response_mask"][row].cpu().nonzero().squeeze(1) for row in rows}
     packs, total, cost = [{}], 0, 0
     for row in rows if make_layout else sorted(rows, key=lambda row: -places[row][-1]):
@@ -175,8 +173,7 @@ def make_packs(batch: dict, rows: list, make_layout, shared_prefix: bool, budget
         # A packed row adds what is not there yet; a padded one is as long as the first, the longest.
         cost = end - start * (prompt in packs[-1]) if make_layout else max(cost, end)
         if packs[-1] and total + cost > budget:
-            packs.append({})
-            total, cost = 0, end
+            packs, total, cost = [*packs, {}], 0, end
         packs[-1].setdefault(prompt, []).append(row)
         total += cost
     return [make_pack(batch, list(pack.values()), places, make_layout, device) for pack in packs if pack]
@@ -186,8 +183,7 @@ def make_pack(batch: dict, groups: list[list[int]], places: dict, make_layout, d
     """One micro-batch of the sampled tokens at `places`; the episodes of a group have the same prompt.
 
     With a layout it is one row without padding: prompt, its responses, next prompt, ... Prompt 5, responses
-    3 and 2: 10 slots, slot 4 predicts the first token of both responses. Without one, right-padded rows.
-    """
+    3 and 2: 10 slots, slot 4 predicts the first token of both responses. Without one, right-padded rows."""
     rows = [row for members in groups for row in members]
     longest, documents, ids, at = max(int(places[row][-1]) for row in rows) + 1, [], [], 0
     slots = {row: torch.arange(i * longest, (i + 1) * longest) for i, row in enumerate(rows)}  # of its tokens
@@ -200,8 +196,7 @@ def make_pack(batch: dict, groups: list[list[int]], places: dict, make_layout, d
         for row, length in zip(members, lengths):
             ids.append(batch["input_ids"][row, start:start + length])
             slots[row], at = torch.cat([prompt, torch.arange(at, at + length)]), at + length
-    inputs = {name: batch[name][rows, :longest].to(device)
-              for name in ("input_ids", "attention_mask", "position_ids")}
+    inputs = {k: batch[k][rows, :longest].to(device) for k in ("input_ids", "attention_mask", "position_ids")}
     if make_layout:
         layout = make_layout(documents, device=device)
         inputs = {"input_ids": torch.cat(ids)[None].to(device), "position_ids": layout.position_ids,
@@ -216,11 +211,10 @@ def make_pack(batch: dict, groups: list[list[int]], places: dict, make_layout, d
 
 def pack_logps(model, pack: Pack, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs (b, W) of a micro-batch's sampled tokens, 0 elsewhere, and the sum of their entropies."""
-    hidden = model.get_decoder()(**pack.inputs, use_cache=False).last_hidden_state  # (rows, T, C)
-    hidden = hidden.flatten(0, 1).index_select(0, pack.source)  # (N, C)
-    head = model.get_output_embeddings().weight  # (V, C)
-    logps, entropy = token_logps(hidden, head, pack.targets, temperature=temperature)
-    return logps.new_zeros(pack.mask.shape).masked_scatter(pack.mask, logps), entropy.sum()
+    h = model.get_decoder()(**pack.inputs, use_cache=False).last_hidden_state  # (rows, T, C)
+    h = h.flatten(0, 1).index_select(0, pack.source)  # (N, C)
+    lp, entropy = token_logps(h, model.get_output_embeddings().weight, pack.targets, temperature=temperature)
+    return lp.new_zeros(pack.mask.shape).masked_scatter(pack.mask, lp), entropy.sum()
 
 
 def add_reference(packs: list[Pack], model, ref_model, temperature: float) -> None:
@@ -249,15 +243,14 @@ def averages(packs: list[Pack], updates: list[dict], wanted: int) -> dict[str, f
         gap = torch.cat([(pack.old_logp - pack.rollout_logp).abs()[pack.mask] for pack in packs])  # (N,)
         metrics |= {"logp_gap_mean": gap.mean().item(), "logp_gap_max": gap.max().item()}
         for name in updates[0]:
-            mean = sum(float(update[name]) for update in updates) / len(updates)
-            metrics[name] = mean if name in ("loss", "grad_norm") else mean / len(gap)
+            count = len(updates) * (1 if name in ("loss", "grad_norm") else len(gap))
+            metrics[name] = sum(float(update[name]) for update in updates) / count
     return metrics
 
 
 class ChunkedLogps(torch.autograd.Function):
     """See token_logps. A log-prob's slope in its own hidden state needs no other token: the forward pass
-    takes it along while the chunk's logits are there. (N, C) is kept, (N, V) never exists. A trained head needs
-    the incoming gradient first: the backward pass computes the logits again. A frozen head costs nothing."""
+    takes it along (N, C). A trained head's gradient does: the backward pass computes its logits again."""
     @staticmethod
     def forward(ctx, hidden, head, targets, temperature, chunk, with_grad):
         terms, slope = [], torch.empty_like(hidden) if with_grad else None  # slope (N, C)
@@ -280,13 +273,11 @@ class ChunkedLogps(torch.autograd.Function):
         for part in (slice(i, i + ctx.chunk) for i in range(0, rows, ctx.chunk)):
             _, _, excess, scale = chunk_terms(hidden[part], head, targets[part], ctx.temperature)
             grad_head.addmm_(excess.to(head.dtype).T, (hidden[part] * grad[part] / scale).to(head.dtype))
-        grad_hidden = (slope * grad).to(hidden.dtype) if ctx.needs_input_grad[0] else None
-        return grad_hidden, grad_head, None, None, None, None
+        return slope if slope is None else (slope * grad).to(slope.dtype), grad_head, None, None, None, None
 
 
 def chunk_terms(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Of n tokens: log-prob and entropy (n, 1); excess (n, V) / scale (n, 1) is d log-prob / d model's logit.
-    In fp32 at least, but from logits rounded as the model rounds its own."""
+    """Log-prob, entropy (n, 1); excess (n, V) / scale (n, 1) is d log-prob / d logit. At least fp32."""
     logits, targets = hidden.to(head.dtype) @ head.T, targets.unsqueeze(1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
     logits -= logits.amax(1, keepdim=True)
@@ -301,8 +292,7 @@ def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, *, tempera
                 chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under softmax(hidden @ head_weight.T / temperature), in the memory of a few.
 
-    Args: hidden (N, C); head_weight (V, C); targets (N,) int64; chunk: tokens at a time, None: 32 MiB's worth
-        of fp32 logits on a CPU, 128 MiB elsewhere.
+    Args: hidden (N, C); head_weight (V, C); targets (N,) int64; chunk: tokens at a time, None: 32 or 128 MiB.
     Returns: log-probs (N,) and entropies in nats (N,), fp32; the entropies carry no gradient.
     """
     chunk = chunk or max(1, (2 ** 23 if hidden.device.type == "cpu" else 2 ** 25) // len(head_weight))
