@@ -247,6 +247,7 @@ def visible_ranges(runs: tuple[SinkRun, ...], B: int, T: int, S: int, window: in
 
 
 @lru_cache(maxsize=4)  # two masks a batch (full, sliding), for all layers and for recomputing checkpoints
+@torch.inference_mode(False)  # a mask first built in inference mode could not be saved for a backward
 def sink_block_mask(runs: tuple[SinkRun, ...], B: int, T: int, S: int, window: int | None,
                     key_mask: Tensor | None, version: int, device: torch.device) -> BlockMask:
     """FlexAttention's block mask of a batch laid end to end as one row of B * T queries and B * S keys.
@@ -277,13 +278,12 @@ def sink_block_mask(runs: tuple[SinkRun, ...], B: int, T: int, S: int, window: i
     return BlockMask.from_kv_blocks(*order, BLOCK_SIZE=FLEX_BLOCK, mask_mod=mask_mod, seq_lengths=(Tb, Sb))
 
 
-def flex_with_sink(q, k, v, sink, block_mask, scale, kernel=flex_attention):
+def flex_with_sink(q, k, v, sink, blocks, scale, kernel=flex_attention):
     """FlexAttention and the sink's share, one function that the compiler fuses; float32 until the last cast.
 
     sigmoid(lse - s) = exp(lse - lse_s); lse is clamped, as -inf + inf would be NaN where a row sees nothing.
     """
-    aux = AuxRequest(lse=True)
-    out, aux = kernel(q, k, v, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=aux)
+    out, aux = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return (out.float() * torch.sigmoid(aux.lse.clamp(min=MASKED) - sink)[..., None]).to(q.dtype)
 
 
@@ -296,7 +296,7 @@ def compiled_flex():
 def sink_flex(q, k, v, sink, runs, window, key_mask, scale, attend=None) -> Tensor:
     """CUDA training and prefill; arguments as above. attend: what tests put in place of compiled_flex()."""
     B, H, T, D = q.shape
-    version = 0 if key_mask is None else key_mask._version
+    version = key_mask is None or key_mask.is_inference() or key_mask._version
     block_mask = sink_block_mask(runs, B, T, k.shape[2], window, key_mask, version, q.device)
 
     def one_row(x, bucket):  # (B, h, L, D) -> (1, h, bucket, D), same strides always: a graph a bucket
@@ -399,7 +399,7 @@ def sinkflex_attention(module, query, key, value, attention_mask, scaling=None, 
             attention_mask = padding_of(attention_mask, T, sliding_window)
         key, value = (x[:, :, :attention_mask.shape[1]] for x in (key, value))
     elif sink_mask is None and key.shape[2] == T > 1 and position_ids is not None and position_ids.ndim == 2:
-        sink_mask = packed_documents(position_ids, position_ids._version)
+        sink_mask = packed_documents(position_ids, position_ids.is_inference() or position_ids._version)
     causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
     out = sink_attention(query, key, value, s_aux, scale=scaling, window=sliding_window,
                          key_mask=attention_mask, layout=sink_mask, is_causal=causal)

@@ -92,6 +92,20 @@ def test_block_mask_is_built_once_per_batch():
     assert build() is not first
 
 
+def test_masks_built_in_inference_mode_serve_training():
+    """A rollout in inference_mode leaves masks in the cache that a backward then refuses to save."""
+    sink_block_mask.cache_clear()
+    x = tensors(70, 4, 2)
+    with torch.inference_mode():
+        real = torch.ones(1, 70, dtype=torch.bool)
+        first = [flex_on_cpu(*x[:4]), sink_attention(*x[:4], key_mask=real), flex_on_cpu(*x[:4], key_mask=real)]
+        model = use_sink_attention(gpt_oss())
+        model(tokens(1, 20), position_ids=torch.arange(20)[None])
+    got = with_grads(flex_on_cpu, *x)
+    assert sink_block_mask.cache_info().hits >= 1
+    assert all(torch.allclose(got[0], y, atol=2e-6) for y in first)
+
+
 def test_few_graphs_over_many_lengths():
     """Recompile limit reached, then dense attention: 50 random lengths, batches, windows and pads, a graph a bucket."""
     from torch._dynamo.testing import CompileCounter
