@@ -1,7 +1,7 @@
 """Which policy runs: choose it, load it for training, save it; and checkpoints that survive a kill.
 
 Every model comes out alike: no sampling defaults of its own, a pad token, our attention, LoRA on the attention
-projections or all weights trainable, the expert router frozen, and a head that grpo.py computes log-probs from exactly.
+projections or all weights trainable, the expert router frozen, and a head that grpo.py can take log-probs from.
 """
 import hashlib
 import json
@@ -41,7 +41,7 @@ class Policy:
 def small_config(vocab_size: int, hidden_size: int = 128, layers: int = 4, heads: int = 4, kv_heads: int = 2,
                  head_dim: int = 32, experts: int = 4, experts_per_token: int = 2, expert_size: int = 256,
                  window: int = 128, max_positions: int = 8192) -> GptOssConfig:
-    """gpt-oss in every part (sinks, sliding and full layers, GQA, experts), but tiny: 2.0 M parameters at 1,000 words."""
+    """gpt-oss in every part (sinks, sliding and full layers, GQA, experts), but tiny: 2.0 M parameters, 1,000 words."""
     return GptOssConfig(
         vocab_size=vocab_size, hidden_size=hidden_size, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, num_local_experts=experts, sliding_window=window,
@@ -58,8 +58,7 @@ def free_card_gib(device: torch.device) -> float | None:
 
 def choose_policy(device: torch.device) -> tuple[str, str]:
     """(name, reason) of what --model auto runs: the best of AUTO_LADDER that fits, else the small policy."""
-    free = free_card_gib(device)
-    if free is None:
+    if (free := free_card_gib(device)) is None:
         return "tiny", "the small policy, since there is no CUDA device"
     for need, name in AUTO_LADDER:
         if free >= need:
@@ -77,8 +76,8 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
         lora_rank: 0 trains all weights but the router's; None: 0 for the small policy, else 16.
         checkpointing: compute activations again in the backward pass.
         train_sinks: train the attention sinks beside LoRA; switching the adapter off does not take them back.
-    Raises: ValueError or FileNotFoundError, in one line: a value that is not allowed, no such model, no hub, a head or
-        an attention path that would give other log-probs than the model's own.
+    Raises: ValueError or FileNotFoundError, in one line: a value that is not allowed, no such model, no hub, a head
+        or an attention path that would give other log-probs than the model's own.
     """
     cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     for label, value, allowed in (("dtype", dtype or "auto", ("auto", *POLICY_DTYPES)),
@@ -127,7 +126,8 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
         model, tokenizer = read_policy(PeftConfig.from_pretrained(path).base_model_name_or_path, device, dtype)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         if (path / "sinks.safetensors").is_file():
-            copy_into(dict(model.named_parameters()), load_file(path / "sinks.safetensors"), path)
+            sinks = {key: p for key, p in model.named_parameters() if key.endswith("sinks")}
+            copy_into(sinks, load_file(path / "sinks.safetensors"), path)
         return model, tokenizer
     source, options = str(path), {"local_files_only": not online}  # without a hub its cache may hold the model
     if path.is_file():
@@ -176,8 +176,8 @@ def check_head(model, name: str, tolerance: float = 1e-2) -> float:
     ours = (hidden @ head.weight.T).float().log_softmax(-1)  # (1, 16, V)
     gap = (ours - model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)).abs().max().item()
     if not gap <= tolerance:
-        causes = [f"{key} {value}" for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
-                  if (value := getattr(config, key, None)) is not None]
+        known = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+        causes = [key for key in known if getattr(config, key, None)]
         causes += ["a bias on the head"] if getattr(head, "bias", None) is not None else []
         raise ValueError(f"model {name!r} ({config.model_type}) is not supported: {', '.join(causes) or 'its head'} "
                          f"makes log-probs differ by {gap:.3g} nats from hidden states times head")
@@ -222,10 +222,11 @@ def trained_weights(model) -> dict[str, Tensor]:
 
 
 def copy_into(parameters: dict[str, Tensor], stored: dict[str, Tensor], source: Path) -> None:
-    """Puts stored values into parameters of the same name. ValueError where a name or a shape does not fit."""
+    """Puts stored values into the parameters of the same names; ValueError, before any is touched, if they don't fit."""
+    shapes, found = ({name: value.shape for name, value in tensors.items()} for tensors in (parameters, stored))
+    if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
+        raise ValueError(f"{source} does not fit this model: {len(wrong)} names or shapes differ, first {wrong[0]}")
     for name, value in stored.items():
-        if name not in parameters or parameters[name].shape != value.shape:
-            raise ValueError(f"{source} does not fit this model: {name} {tuple(value.shape)}")
         parameters[name].data.copy_(value)
 
 
@@ -263,10 +264,8 @@ def sync_paths(paths: list[Path]) -> None:
 
 
 def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int = 2) -> None:
-    """Writes run_dir/ckpt_STEP: what is trained, AdamW's moments by parameter name, the state; no pickle anywhere.
-
-    Args: state: tensors (RNG states) and JSON values by name. keep: so many of the newest ckpt_* beside it stay.
-    """
+    """Writes run_dir/ckpt_STEP: what is trained, AdamW's moments by parameter name, and the state (tensors such as RNG
+    states, and JSON values, by name). No pickle anywhere. So many as `keep` of the newest ckpt_* beside it stay."""
     folder, names = Path(folder), {p: name for name, p in model.named_parameters()}
     moments = {f"{names[p]}::{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
@@ -283,10 +282,7 @@ def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int
 def load_checkpoint(folder: str | Path, model, optimizer) -> dict:
     """Puts weights and moments back and returns the state. Hyperparameters (lr) stay the optimizer's own."""
     folder, weights = Path(folder), {p: name for name, p in model.named_parameters() if p.requires_grad}
-    stored = load_file(folder / "weights.safetensors")
-    if missing := sorted(set(weights.values()) - set(stored)):
-        raise ValueError(f"{folder} does not fit this model: {len(missing)} weights are not in it, as {missing[0]}")
-    copy_into({name: p for p, name in weights.items()}, stored, folder)
+    copy_into({name: p for p, name in weights.items()}, load_file(folder / "weights.safetensors"), folder)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
         name, _, kind = key.partition("::")

@@ -29,8 +29,8 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "reward_mean": Metric("mean reward of the episodes without a fault", "reward 0..1"),
     "reward_std": Metric("standard deviation of that reward", "reward"),
     "outcome_counts": Metric("episodes by outcome, spoiled ones too", "episodes"),
-    "faults": Metric("episodes that the world spoiled (user_error, env_error); they are out of every mean", "episodes"),
-    "episodes": Metric("episodes collected, spoiled ones too", "episodes"),
+    "faults": Metric("episodes that the world spoiled (user_error, env_error), out of every mean", "episodes"),
+    "episodes": Metric("episodes, spoiled ones too", "episodes"),
     "episodes_valid": Metric("episodes without a fault", "episodes"),
     "groups": Metric("groups collected: G episodes of one task each", "groups"),
     "zero_variance_groups": Metric("groups dropped since all their rewards are equal: nothing to teach", "groups"),
@@ -62,8 +62,7 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "busy_share": Metric("share of decode slots that gave a token of an unfinished turn", "share"),
     "rounds": Metric("calls of generate in the rollout", "rounds"),
     "rollout_tokens_per_s": Metric("sampled tokens per second of rollout", "tokens/s", True),
-    "rollout_s": Metric("time of the rollout", "s", True),
-    "update_s": Metric("time of the update", "s", True),
+    "rollout_s": Metric("time of the rollout", "s", True), "update_s": Metric("time of the update", "s", True),
     "step_s": Metric("time of the whole step", "s", True),
     "rollout_peak_gib": Metric("peak GPU memory in the rollout; null on a CPU", "GiB", True),
     "update_peak_gib": Metric("peak GPU memory in the update; null on a CPU", "GiB", True),
@@ -79,12 +78,10 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "eval_faults": Metric("sampled episodes that the world spoiled", "episodes"),
     "eval_mean_faults_zero": Metric("eval_mean_at_1 with spoiled episodes counted as reward 0", "reward 0..1"),
     "eval_outcome_counts": Metric("sampled episodes by outcome", "episodes"),
-    "user": Metric("who played the customer", "name"),
-    "policy": Metric("which policy ran", "name"),
+    "user": Metric("who played the customer", "name"), "policy": Metric("which policy ran", "name"),
     "tau2_version": Metric("release of tau2: tasks and rewards differ between releases", "version"),
-    "env": Metric("tau2 domain", "name"),
-    "tasks": Metric("whose tasks: tau2 or synthetic", "name"),
-    "split": Metric("which of its tasks", "name"),
+    "env": Metric("tau2 domain", "name"), "split": Metric("which tasks of it", "name"),
+    "tasks": Metric("whose tasks: tau2's or synthetic", "name"),
 }
 FAULT_OUTCOMES = ("user_error", "env_error")
 OUTCOME_COLOURS = {"success": "#2a9d5c", "fail": "#d9a13b", "truncated": "#8f7fc0", "too_many_errors": "#c9602b",
@@ -114,7 +111,7 @@ def read_rows(path: str | Path) -> list[dict]:
 # ---------------------------------------------------------------- statistics
 
 def pass_hat_k(successes: int, trials: int, k: int) -> float:
-    """Chance that k trials of a task all succeed: C(successes, k) / C(trials, k), arXiv:2406.12045. 3 of 4, k = 2: 3/6."""
+    """Chance that k trials of a task all succeed: C(successes, k) / C(trials, k), arXiv:2406.12045. 3 of 4, k 2: 3/6."""
     if not 1 <= k <= trials:
         raise ValueError(f"k = {k}: pass^k needs 1 <= k <= trials ({trials})")
     return math.comb(successes, k) / math.comb(trials, k)
@@ -262,7 +259,7 @@ pick.forEach(s=>s.addEventListener('change',show));show()"""
 def write_html(run_dir: str | Path, limit: int = 200) -> Path:
     """Writes run_dir/report.html: plots and the newest `limit` episodes in one file that needs no network.
 
-    All text is escaped. Besides, the page's own policy (CSP) allows no script but the filter, by its hash, and no request.
+    All text is escaped. Besides, the page's own policy (CSP) allows no request and no script but the filter, by hash.
     """
     run_dir = Path(run_dir)
     files = sorted((run_dir / "episodes").glob("*.jsonl"), key=lambda p: (p.stem.split("_")[1], p.stem), reverse=True)
@@ -301,11 +298,12 @@ def episode_html(file_name: str, episode: dict) -> str:
     tokens = "".join(f"<mark>{escape(text)}</mark>" if sampled else escape(text)
                      for text, sampled in episode.get("tokens") or [])
     info, outcome, task = episode.get("reward_info") or {}, escape(episode["outcome"]), escape(episode["task_id"])
+    colour, sampled_tokens = OUTCOME_COLOURS.get(outcome, "#000"), sum(episode["response_mask"])
     parts = ", ".join(f"{name} {value}" for name, value in (info.get("reward_breakdown") or {}).items())
     return (f'<details class="episode" data-outcome="{outcome}" data-task="{task}" data-file="{escape(file_name)}">'
-            f'<summary><span class="outcome" style="background:{OUTCOME_COLOURS.get(outcome, "#000")}">{outcome}</span> '
-            f'task {task}, reward {episode["reward"]:g}{escape(f" ({parts})" if parts else "")}, {episode["turns"]} turns, '
-            f'{sum(episode["response_mask"])} sampled tokens, {escape(file_name)} #{episode["sibling"]}</summary>{turns}'
+            f'<summary><span class="outcome" style="background:{colour}">{outcome}</span> task {task}, '
+            f'reward {episode["reward"]:g}{escape(f" ({parts})" if parts else "")}, {episode["turns"]} turns, '
+            f'{sampled_tokens} sampled tokens, {escape(file_name)} #{episode["sibling"]}</summary>{turns}'
             f'<details><summary>reward breakdown</summary><pre>{escape(json.dumps(info, indent=1))}</pre></details>'
             f'<details><summary>tokens</summary><div class="turn tokens">{tokens}</div></details></details>\n')
 
