@@ -59,7 +59,7 @@ USER_TOPICS = {
 VALUE_PATTERNS = {
     "email": r"[\w.+-]+@[\w-]+\.\w+", "user id": r"\b[a-z]+_[a-z]+_\d+\b", "order number": r"#W\d{7}\b|\bW\d{7}\b",
     "reservation number": r"\b(?!HAT\d)(?=[A-Z0-9]*[A-Z])[A-Z0-9]{6}\b", "phone number": r"\b\d{3}-\d{3}-\d{4}\b"}
-AGENT_SAYS = {  # what the agent's message does; searched in lower case
+AGENT_SAYS = {  # what the agent's message does
     "denied": r"\bcannot|can't|\bcan not|unable|not (be )?(possible|available|allowed|eligible|permitted)|not able|"
               r"n't (possible|available|allowed|eligible|work|allow)|no longer available|does not allow|basic economy|"
               r"\bdenied|refuse|there (is|are) no\b|could not|couldn't|not found|not work|\bno (\w+ )+is available",
@@ -117,6 +117,8 @@ CONSEQUENCE_FLIPS = (
     (r"^((only |also |try to |try )?(exchange|cancel|return|change|use|keep|pick|go|choose|book|drop|move|upgrade|"
      r"refund|modify|switch|add|remove|transfer|proceed|take|make)\b)", r"please \1"))
 WANT_WORDS = r"\b(wants?|wish|like to|need|wonder|ask|request|inquire|check|try to|looking (for|to)|please|'d like)\b"
+NOTE_WORDS = r"\bprefer|does(n't| not) matter|do(n't| not) (want|care|remember|know)|never want|not sure"
+LATER_WORDS = r"^(you (also|now|then) |then |lastly|finally)|suddenly|want to know"
 STAGE_WORDS = (  # how to play the part, not what to say
     r"make sure (you|to)|do(n't| not) (reveal|mention|volunteer|end the|ask for comp|accept the)|^mention |"
     r"will not say anything|more information than|^be |^sound |make everything sound|at the same time|"
@@ -125,6 +127,11 @@ STAGE_WORDS = (  # how to play the part, not what to say
     r"end each of your|this is incorrect|^insist|take no for|tactics|in one go")
 ONE_GO_WORDS = (r"in one go|same time|(all (two|three)|two|both) (things|requests|problems)|all requests|(details|"
                 r"everything) upfront|very first message|say things together|mention (the )?(two|both)")
+
+
+def has(text: str, words: str) -> re.Match | None:
+    """Where the pattern `words` first stands in the text, in any case; None where it does not."""
+    return re.search(words, text, re.I)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -151,12 +158,11 @@ def parse_rule(sentence: str) -> ScenarioRule | None:
         return None
     low, said = m[1].lower(), first_person(first_person(m[2].strip(" ,"), CONSEQUENCE_FLIPS).rstrip("."))
     kinds = (("confirm", r"confirm"), ("asked", r"^(?!.*(cannot|can't|not )).*\bask(s|ed)?\b"),
-             ("denied", r"\bnot\b(?! (yet |been )*shipped)|n't|cannot|unable|\bno\b|fail|refuse|denie|issue|insist|"
-                        r"basic|only option|"
-                        r"says?\b|mention"))
-    kind = next((k for k, words in kinds if re.search(words, low)), "note")
+             ("denied", r"\bnot?\b(?! (yet |been )*shipped)|n't|cannot|unable|fail|refuse|denie|issue|insist|basic|"
+                        r"only option|says?\b|mention"))
+    kind = next((k for k, words in kinds if has(low, words)), "note")
     # A condition on the world is said along with the wish, except where it only chooses among variants.
-    return ScenarioRule(kind, m[1], said if kind != "note" or re.search(r"several|multiple", low) else first_person(s))
+    return ScenarioRule(kind, m[1], said if kind != "note" or has(low, "several|multiple") else first_person(s))
 
 
 @lru_cache(maxsize=4096)
@@ -165,35 +171,28 @@ def read_scenario(known: str, unknown: str, reason: str, instructions: str) -> S
     wishes, notes, rules, later, unknowns, wanted = [], [], [], [], [], False
     for sentence in split_sentences(re.sub(r",? but (?=(if|when) the agent asks)", ". But ", reason)):
         rule, text = parse_rule(sentence), first_person(sentence)
-        if rule and (rule.kind != "note" or wishes and re.search(r"several|multiple|options|\bonly\b|"
-                                                                 r"^so$", rule.trigger)):
+        if rule and (rule.kind != "note" or wishes and has(rule.trigger, r"several|multiple|options|\bonly\b|^so$")):
             rules.append(rule)
-        elif re.search(STAGE_WORDS, sentence, re.I) and wishes or not re.search(r"\w", text):
+        elif has(sentence, STAGE_WORDS) and wishes or not has(text, r"\w"):
             continue
-        elif wishes and re.search(r"\bprefer|does(n't| not) matter|do(n't| not) (want|care|remember|know)|never want|"
-                                  r"not sure", sentence
-                                  ) and not re.search(r"want(ed)? to|exchange|wish to|^Also", sentence):
+        elif wishes and has(sentence, NOTE_WORDS) and not has(sentence, "want(ed)? to|exchange|wish to|^also"):
             notes.append(text)
         else:
-            wants = bool(re.search(WANT_WORDS + r"|^(and )?(also|finally|lastly|then|after|if)\b", sentence, re.I))
-            money = re.search(r"(refund|payment|pay)\b", sentence) and not re.search(r"\balso|how much|cancel|"
-                                                                                     r"return", sentence)
-            new = not wishes or wanted and wants and not money and not re.match(r"but (?!after)|"
-                                                                                r"in fact", sentence, re.I)
+            wants = bool(has(sentence, WANT_WORDS + "|^(and )?(also|finally|lastly|then|after|if)\\b"))
+            same = has(sentence, r"^but (?!after)|^in fact") or has(sentence, r"(refund|payment|pay)\b") \
+                and not has(sentence, r"\balso|how much|cancel|return")  # it belongs to the wish before
+            new = not wishes or wanted and wants and not same
             wishes[len(wishes) - (not new):] = [text if new else f"{wishes[-1]} {text}"]
             wanted = wants or wanted and not new
     for sentence in split_sentences(instructions):
-        rule = parse_rule(sentence)
+        rule, text = parse_rule(sentence), first_person(sentence)
         if rule:
             rules.append(rule)
-        elif re.search(r"^(you (also|now|then) |then |lastly|finally)|suddenly|"
-                       r"want to know", sentence, re.I) and re.search(
-                WANT_WORDS, sentence):
-            later.append(first_person(sentence))
-        elif not re.search(STAGE_WORDS, sentence, re.I) and (  # "You are ..." alone is the character, not the case
-                not re.match(r"you( are|'re) ", sentence, re.I) or re.search(r"willing|fine|\bok\b|"
-                                                                             r"happy with", sentence)):
-            notes.append(first_person(sentence))
+        elif has(sentence, LATER_WORDS) and has(sentence, WANT_WORDS):
+            later.append(text)
+        elif not has(sentence, STAGE_WORDS) and (  # "You are ..." alone is the character, not the case
+                not has(sentence, "^you( are|'re) ") or has(sentence, r"willing|fine|\bok\b|happy with")):
+            notes.append(text)
     for sentence in split_sentences(unknown):
         rule = parse_rule(sentence)
         (rules if rule else unknowns).append(rule or first_person(sentence))
@@ -203,24 +202,25 @@ def read_scenario(known: str, unknown: str, reason: str, instructions: str) -> S
     facts["name"] = re.findall(r"(?:[Yy]ou are|[Yy]our? name is|[Yy]ou're|[Yy]our name:|called)\s+(?:user )?"
                                r"((?:[A-Z][\w'-]+)(?: [A-Z][\w'-]+)*)", known)[:1]
     notes += [first_person(s) for s in split_sentences(known)]
-    one_go, insists = (bool(re.search(p, everything, re.I)) for p in (ONE_GO_WORDS, r"\binsist|persistent|take no for"))
-    return ScenarioScript(wishes + later, notes, rules, facts, unknowns, one_go, insists)
+    return ScenarioScript(wishes + later, notes, rules, facts, unknowns, bool(has(everything, ONE_GO_WORDS)),
+                          bool(has(everything, r"\binsist|persistent|take no for")))
 
 
-def content_words(text: str) -> set[str]:
+@lru_cache(maxsize=16384)
+def content_words(text: str) -> frozenset[str]:
     """Words that carry meaning, with plural and -ing/-ed endings cut, for overlap between question and sentence."""
     words = [w for w in re.findall(r"[a-z0-9#]+", text.lower()) if w not in SMALL_WORDS]
-    return {re.sub(r"(ies|es|s|ing|ed|e)$", "", w) if len(w) > 3 else w for w in words}
+    return frozenset(re.sub(r"(ies|es|s|ing|ed|e)$", "", w) if len(w) > 3 else w for w in words)
 
 
-def asked_topics(question: str) -> list[str]:
-    return [t for t, (asks, _) in USER_TOPICS.items() if re.search(asks, question)]
+@lru_cache(maxsize=4096)
+def asked_topics(question: str) -> tuple[str, ...]:
+    return tuple(t for t, (asks, _) in USER_TOPICS.items() if has(question, asks))
 
 
 ACTION_SYNONYMS = {"cancel": r"cancel|remov|refund|undo", "return": r"return|refund|money back|send back",
                    "exchange": r"exchang|swap|replac|chang|switch|instead|different|new|modif|upgrad|want"}
-PAYMENT_SYNONYMS = {"gift": r"gift|\bgc\b", "paypal": r"paypal", "credit": r"credit|visa|master|amex|\bcc\b|"
-                                                                           r"card ending"}
+PAYMENT_SYNONYMS = {"gift": r"gift|\bgc\b", "paypal": r"paypal", "credit": r"credit|visa|master|amex|\bcc\b|card end"}
 
 
 class ScriptedCustomer:
@@ -234,7 +234,7 @@ class ScriptedCustomer:
             texts[m["role"]] += [m["content"]] if m.get("content") else []
         self.heard, self.said, self.told = texts["assistant"] or [""], texts["user"], " ".join(texts["user"])
         self.last, self.low = self.heard[-1], self.heard[-1].lower()
-        self.says = {act for act, words in AGENT_SAYS.items() if re.search(words, self.low)}
+        self.says = {act for act, words in AGENT_SAYS.items() if has(self.last, words)}
         self.texts = [*self.script.wishes, *self.script.notes, *(r.text for r in self.script.rules)]
         self.current = next((w for w in reversed(self.script.wishes) if w in self.told), "")  # the wish told last
         self.draw = zlib.crc32(f"{conversation.seed}|{len(conversation.messages)}|{self.last}".encode())
@@ -252,30 +252,28 @@ class ScriptedCustomer:
         if not self.said:
             opening = " ".join(wishes if self.script.one_go else wishes[:1]) or "I need some help, please."
             return self.pick("Hi! ", "Hello. ", "") + opening
-        for sentence in split_sentences(self.last):
-            question = sentence.lower()
-            if re.search(AGENT_SAYS["more"], question) or \
-                    re.search(AGENT_SAYS["open"], question) and not asked_topics(question):
+        for question in split_sentences(self.last):
+            if has(question, AGENT_SAYS["more"]) or has(question, AGENT_SAYS["open"]) and not asked_topics(question):
                 continue
-            opens = re.search(r"\b(which|what|how|when|where|why)\b", question)
-            plan = re.search(AGENT_SAYS["confirm"], question) and not re.search("(confirm|verify) (me )?your", question)
-            plan = plan and (not opens or re.search(r"yes|you confirm", question))
-            asks = opens and asked_topics(question) if plan else \
-                re.search(AGENT_SAYS["ask"], question) and re.search(r"\?|please|need|provide|let me know", question)
+            opens = has(question, r"\b(which|what|how|when|where|why)\b")
+            plan = has(question, AGENT_SAYS["confirm"]) and not has(question, "(confirm|verify) (me )?your") \
+                and (not opens or has(question, "yes|you confirm"))
+            asks = opens and asked_topics(question) if plan else has(question, AGENT_SAYS["ask"]) and \
+                has(question, r"\?|please|need|provide|let me know")
             confirms = confirms or plan
-            answers += [self.answer(sentence)] if asks else []
+            answers += [self.answer(question)] if asks else []
         identity = [t for t in ("email", "name", "zip code", "user id") if t in asked_topics(low)]
         rule = None if identity else self.next_rule("denied")
         if not rule and "denied" in says and identity and not answers and not confirms:
-            return " ".join(self.fact(t) for t in ("email", "name", "zip code", "user id") if self.script.facts[t]
-                            ) or "I do not know more than that."
+            known = [t for t in ("email", "name", "zip code", "user id") if self.script.facts[t]]
+            return " ".join(map(self.fact, known)) or "I do not know more than that."
         rule = rule or confirms and self.next_rule("confirm") or (confirms or answers) and self.next_rule("note")
         if rule:
             return rule.text
         if confirms:
             return self.objection() or " ".join([self.pick("Yes.", "Yes, please.", "Yes, go ahead.")] + answers)
         if answers:
-            useful = [a for a in dict.fromkeys(answers) if not re.search(r"^(I|Sorry, I) do not know( that)?\.$", a)]
+            useful = [a for a in dict.fromkeys(answers) if not has(a, r"^(I|Sorry, I) do not know( that)?\.$")]
             return " ".join(useful[:3] or answers[:1])
         if "more" not in says and "open" in says:
             return (wishes if self.said[-1:] == wishes[:1] else untold or wishes or ["I do not know."])[0]
@@ -284,12 +282,11 @@ class ScriptedCustomer:
         if "more" not in says and "denied" in says and not untold and "no other way" not in self.told:
             return "Is there really no other way?"
         if not says & {"more", "done", "denied"}:  # nothing is asked: wait politely twice, then give up on the agent
-            idle = [bool(re.match(r"Okay|"
-                                  r"Sorry, I do not understand", t)) for t in [*self.said[::-1], "end"]].index(False)
+            idle = [bool(re.match("Okay|Sorry, I do not und", t)) for t in [*self.said[::-1], "end"]].index(False)
             if idle >= 2 or idle and self.heard[-1:] == self.heard[-2:-1]:
                 return "This does not help me. Goodbye. " + USER_STOP
-            return "Sorry, I do not understand. What do you need from me?" if idle else \
-                self.pick("Okay.", "Okay, thank you.")
+            puzzled = "Sorry, I do not understand. What do you need from me?"
+            return puzzled if idle else self.pick("Okay.", "Okay, thank you.")
         if self.script.insists and "denied" in says and self.told.count("I insist") < 2:
             return "I insist. " + wishes[0]
         goodbye = self.pick("Thank you, that is all. ", "No, that is all. Thanks! ", "Thanks, bye. ") + USER_STOP
@@ -315,37 +312,35 @@ class ScriptedCustomer:
         """What contradicts the scenario in the plan to confirm: order, action, reason or payment; None: nothing."""
         wishes, low, everything = self.script.wishes, self.low, " ".join(self.texts).lower()
         named, own = ([v.strip("#") for v in re.findall(r"#w\d{7}|\bw\d{7}", t)] for t in (low, everything))
-        if own and named and not set(own) & set(named) and not re.search(
-                r"(other|another|pending|recent|all|any|cancelled)( \w+)? order|\borders\b|guess|not sure", everything):
+        if own and named and not set(own) & set(named) and not has(
+                everything, r"(other|another|pending|recent|all|any|cancelled)( \w+)? order|\borders\b|guess|not sure"):
             return f"No, I mean order {self.script.facts['order number'][0]}."
         about = [w for w in wishes if any(n in w.lower() for n in named)]
         scope = " ".join(about + [r.text for r in self.script.rules]).lower() if about else everything
         for text in self.script.notes:  # "I don't want to cancel if I don't get a refund."
             words = content_words(text)
-            lost = re.search(r"(n't|\bnot\b).*\b(if|unless|without)\b", text) and re.search(r"without|\bno\b|not\b|n't", low)
+            lost = has(text, r"(n't|\bnot\b).*\b(if|unless|without)") and has(low, r"without|\bnot?\b|n't")
             if lost and len(words & content_words(low)) >= max(2, len(words) / 2):
                 return "No. " + text
-        plan = re.search(r"(?:me to|shall i|should i|can i|may i|i will|i'll|like to|want to|going to|"
-                         r"you to) (\w+)", low)
+        plan = has(low, r"(?:me to|(?:shall|should|can|may) i|i will|i'll|like to|want to|going to|you to) (\w+)")
         verb = plan[1] if plan else ""
-        if not re.search(ACTION_SYNONYMS.get(verb, ""), scope):
+        if not has(scope, ACTION_SYNONYMS.get(verb, "")):
             return "No. " + (about or [self.current])[0]
         for offered, wanted in (("mistake", "no longer need"), ("no longer need", "mistake")):
             if verb == "cancel" and offered in low and offered not in everything and wanted in everything:
                 return "No. " + reason_clause(next(t for t in self.texts if wanted in t.lower()))
-        paying = [r.text for r in self.script.rules if re.search(USER_TOPICS["payment"][1], r.text, re.I)] or self.texts
-        kinds, mine = ([k for k, p in PAYMENT_SYNONYMS.items() if re.search(p, t)]
-                       for t in (low, " ".join(paying).lower()))
-        if len(kinds) == 1 and len(mine) == 1 and kinds != mine and not re.search(r"original|other", everything):
-            return "No. " + next(t for t in [*paying, *self.texts] if re.search(PAYMENT_SYNONYMS[mine[0]], t, re.I))
+        paying = [r.text for r in self.script.rules if has(r.text, USER_TOPICS["payment"][1])] or self.texts
+        kinds, mine = ([k for k, p in PAYMENT_SYNONYMS.items() if has(t, p)] for t in (low, " ".join(paying)))
+        if len(kinds) == 1 and len(mine) == 1 and kinds != mine and not has(everything, "original|other"):
+            return "No. " + next(t for t in [*paying, *self.texts] if has(t, PAYMENT_SYNONYMS[mine[0]]))
         return None
 
-    def answer(self, sentence: str) -> str:
+    def answer(self, question: str) -> str:
         """Answer one question from the scenario; what the scenario does not give, the customer does not know."""
-        question, facts, script = sentence.lower(), self.script.facts, self.script
-        topics, asked = asked_topics(question), content_words(sentence)
+        facts, script = self.script.facts, self.script
+        topics, asked = asked_topics(question), content_words(question)
         for rule in script.rules:  # "If asked for your zip code, say ..." comes before the plain fact
-            about = asked_topics(rule.trigger.lower())
+            about = asked_topics(rule.trigger)
             words = content_words(rule.trigger) or content_words(rule.text)
             hit = set(topics) & set(about) if about else asked & words
             if rule.kind == "asked" and rule.text not in self.told and hit:
@@ -366,10 +361,10 @@ class ScriptedCustomer:
 
         sentences = [*script.notes, *script.wishes, *(r.text for r in script.rules if r.kind in ("note", "asked"))]
         for topic in topics:
-            unknown, about = ([s for s in source if re.search(USER_TOPICS[topic][1], s, re.I)]
+            unknown, about = ([s for s in source if has(s, USER_TOPICS[topic][1])]
                               for source in (script.unknown, sentences))
-            first = {"address": r"\d \w+ \w+,|suite \d", "payment": r"card|paypal|certificate|\bgc\b|original"}
-            first = [s for s in about if re.search(first.get(topic, r"^$"), s, re.I)]
+            telling = {"address": r"\d \w+ \w+,|suite \d", "payment": r"card|paypal|certificate|\bgc\b|original"}
+            first = [s for s in about if has(s, telling.get(topic, "^$"))]
             if topic == "reason" and about:
                 return reason_clause(max(about, key=overlap))
             if unknown or about:
@@ -380,9 +375,9 @@ class ScriptedCustomer:
         best = max([*sentences, *script.unknown], key=overlap, default="")
         if best and overlap(best):
             return best
-        if re.search(r"item|product|order|which one|what exactly|detail|do you want", question):
+        if has(question, "item|product|order|which one|what exactly|detail|do you want"):
             return self.current or (script.wishes or ["I do not know."])[0]
-        prefers = re.search(r"prefer|would you like|do you (want|need)", question)
+        prefers = has(question, "prefer|would you like|do you (want|need)")
         return "I have no preference." if prefers else self.pick("I do not know.", "Sorry, I do not know that.")
 
     def fact(self, topic: str) -> str:
@@ -404,29 +399,28 @@ class ScriptedCustomer:
         low, tools = re.sub(r"\bon (or|/) off\b", "", self.low), [t["function"] for t in conversation.user_tools]
         goal = " ".join([*self.script.wishes, *(s for s in self.texts if "issue resolved" in s)]).lower()
         check, good = next(g for g in DEVICE_GOALS if g[2] in goal)[:2]
-        closing = re.search(AGENT_SAYS["more"] + r"|resolved|fixed|works?(ing)? (now|again|fine|properly|as)\b", low)
+        closing = has(low, AGENT_SAYS["more"] + r"|resolved|fixed|works?(ing)? (now|again|fine|properly|as)\b")
         if results:
-            wanted = re.search(r"\b(?:turn|switch|toggle|put)\b[^.]*?\b(on|off)\b(?! your)|\b(enable|disable)\b", low)
-            state = re.search(r"is now (on|off)", results[-1].lower())
-            if len(calls) == 1 and wanted and state and (wanted[0][-2:] in ("on", "le") and wanted[2] != "disable") != (
-                    state[1] == "on"):
+            wanted = has(low, r"\b(?:turn|switch|toggle|put)\b[^.]*?\b(on|off)\b(?! your)|\b(enable|disable)\b")
+            state = has(results[-1], r"is now (on|off)")
+            if len(calls) == 1 and wanted and state and {"enable": "on", "disable": "off"}.get(
+                    wanted[2], wanted[1]) != state[1].lower():
                 return UserTurn(tool_calls=calls)
             report = "; ".join(results[-1].split("\n"))
             if not closing or calls[-1]["name"] != check:
                 return UserTurn(report)
-            fixed = re.search(good, report.lower())
-            return UserTurn(f"It works now, thank you! {USER_STOP}" if fixed else f"It still does not work. {report}")
-        private = re.search(r"\b(full|your) name|phone number|e-?mail|address", low) or "transfer" in self.says
-        private = private or closing and not re.search(r"please|(could|can) you", low)
-        tool = None if private else requested_tool(self.last, tools)
+            return UserTurn(f"It still does not work. {report}" if not has(report, good) else
+                            f"It works now, thank you! {USER_STOP}")
+        other = has(low, r"\b(full|your) name|phone number|e-?mail|address") or "transfer" in self.says \
+            or closing and not has(low, r"please|(could|can) you")
+        tool = None if other else requested_tool(self.last, tools)
         if tool:
             arguments = tool_arguments(tool, low)
             return UserTurn("Which one exactly do you mean?") if arguments is None else UserTurn(
                 tool_calls=[{"name": tool["name"], "arguments": arguments}])
         if closing and "transfer" not in self.says:
             return UserTurn(tool_calls=[{"name": check, "arguments": {}}])
-        odd = re.search(r"^please|could you|"
-                        r"can you", low) and not asked_topics(low) and not self.says & {"confirm", "transfer"}
+        odd = has(low, "^please|(could|can) you") and not asked_topics(low) and not self.says & {"confirm", "transfer"}
         return UserTurn("I do not know how to do that on my phone.") if odd else None
 
 
@@ -454,8 +448,7 @@ def reason_clause(sentence: str) -> str:
 DEVICE_GOALS = (("can_send_mms", r"can send", "mms"), ("run_speed_test", r"excellent", "internet"),
                 ("check_status_bar", r"^(?!.*(no signal|airplane)).*(poor|fair|good|excellent)", ""))
 LOOK_WORDS = (r"\b(check\w*|shows?|displays?|is|are|does|what|which|see|look|verify|tell|returns|measures?|run|try|"
-              r"can you|"
-              r"send)\b")
+              r"can you|send)\b")
 CHANGE_WORDS = (r"\b(turn|toggl\w+|switch|enable|disable|reset\w*|reboot\w*|restart\w*|re-?(seat|insert)\w*|remov\w+|"
                 r"grants?|allow|gives?|sets? |changes?|connects?|disconnects?|pay|makes?)\b")
 AGENT_ACTS = r"^(i|we)('ve|'ll|'m| have| will| am| was| can| see)\b|\b(shall|should|may|can) i\b|(want|like) me to"
@@ -466,7 +459,8 @@ DEVICE_SYNONYMS = (
     (r"mode preference|network type|preferred network", "network mode preference"))
 
 
-def device_words(text: str) -> set[str]:
+@lru_cache(maxsize=4096)
+def device_words(text: str) -> frozenset[str]:
     for pattern, word in DEVICE_SYNONYMS:
         text = re.sub(pattern, word, text.lower())
     return content_words(text)
