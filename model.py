@@ -222,7 +222,7 @@ def trained_weights(model) -> dict[str, Tensor]:
 
 
 def copy_into(parameters: dict[str, Tensor], stored: dict[str, Tensor], source: Path) -> None:
-    """Puts stored values into the parameters of the same names; ValueError, before any is touched, if they don't fit."""
+    """Puts stored values into parameters of the same names; ValueError, before any is touched, if they don't fit."""
     shapes, found = ({name: value.shape for name, value in tensors.items()} for tensors in (parameters, stored))
     if wrong := sorted(name for name in shapes | found if shapes.get(name) != found.get(name)):
         raise ValueError(f"{source} does not fit this model: {len(wrong)} names or shapes differ, first {wrong[0]}")

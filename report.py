@@ -111,7 +111,7 @@ def read_rows(path: str | Path) -> list[dict]:
 # ---------------------------------------------------------------- statistics
 
 def pass_hat_k(successes: int, trials: int, k: int) -> float:
-    """Chance that k trials of a task all succeed: C(successes, k) / C(trials, k), arXiv:2406.12045. 3 of 4, k 2: 3/6."""
+    """Chance that k trials all succeed, C(successes, k) / C(trials, k), arXiv 2406.12045. 3 of 4 at k=2: 3/6."""
     if not 1 <= k <= trials:
         raise ValueError(f"k = {k}: pass^k needs 1 <= k <= trials ({trials})")
     return math.comb(successes, k) / math.comb(trials, k)
