@@ -3,9 +3,7 @@
 Dimension key: P tasks, G group, B rows, T new tokens, S cached slots, V vocabulary, Hk key heads, D head dim.
 
 `generate_turns` is the one generation loop (policy and policy-played customer alike), `collect` drives P x G
-conversations through it in lockstep rounds, `to_batch` lays them out with verl's field names.
-
-Why the sampled policy is the scored policy:
+conversations through it in lockstep rounds, `to_batch` lays them out. Why the sampled policy is the scored policy:
 - A row's cached keys are one block of real tokens, flush right whenever it is used, and new tokens are padded on the
   right: slot distance is token distance, so a sliding window sees what it sees in training. Every layer keeps its
   full length: one that evicts would drop a slow row's keys while a fast row generates.
@@ -17,7 +15,7 @@ import json
 import sys
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,7 +25,6 @@ from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
-WORLD_FAULTS = ("user_error", "env_error")  # outcomes that are nobody's merit: no reward, out of the group
 SHARE_FROM = 32  # tokens; a shorter common start of different prompts is not worth a forward of its own
 FILL = 0.8       # rows with at least this share of the longest row's new tokens go through the model together
 
@@ -51,7 +48,7 @@ class Episode:
 
     @property
     def valid(self) -> bool:
-        return self.outcome not in WORLD_FAULTS
+        return self.outcome not in ("user_error", "env_error")  # nobody's merit: no reward, out of the group
 
 
 @dataclass(eq=False)
@@ -144,8 +141,8 @@ class Held(NamedTuple):
 class TurnCache:
     """What `generate_turns` returns and takes again: each row's keys, and counts over all its calls."""
     held: dict[int, Held] = field(default_factory=dict)  # id(row) -> its keys
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(
-        ("tokens_forwarded", "slots_forwarded", "sampled_tokens", "decode_slots", "rounds"), 0))
+    counts: Counter = field(default_factory=lambda: Counter(
+        tokens_forwarded=0, slots_forwarded=0, sampled_tokens=0, decode_slots=0, rounds=0))
 
 
 def gather_right(held: list[Held | None], spare: int) -> tuple[DynamicCache, list[int], int]:
@@ -164,7 +161,7 @@ def gather_right(held: list[Held | None], spare: int) -> tuple[DynamicCache, lis
     return cache, lengths, slots
 
 
-def forward_new(decoder, work: list[tuple[list[int], Held | None]], pad_id: int, counts: dict) -> list[Held]:
+def forward_new(decoder, work: list[tuple[list[int], Held | None]], pad_id: int, counts: Counter) -> list[Held]:
     """Put each row's new tokens through the model behind its own past; rows of like length go together.
 
     Worked layout (pasts of 3 and 1, new tokens of 2 and 4): `p p p|n n . .` and `. . p|n n n n`; position_ids are
@@ -185,8 +182,7 @@ def forward_new(decoder, work: list[tuple[list[int], Held | None]], pad_id: int,
         decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         for b, (i, p) in enumerate(zip(part, past)):
             result[i] = Held(cache, b, slots - p, p + len(news[b]))
-        counts["tokens_forwarded"] += sum(map(len, news))
-        counts["slots_forwarded"] += ids.numel()
+        counts.update(tokens_forwarded=sum(map(len, news)), slots_forwarded=ids.numel())
     return result
 
 
@@ -250,9 +246,8 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
         row.sampled = row.sampled + new[:kept]
         row.add(new[:kept], 1, logp[:kept])
         cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1, row)
-        for name, more in (("tokens_forwarded", kept), ("sampled_tokens", kept), ("slots_forwarded", len(new)),
-                           ("decode_slots", len(new)), ("rounds", i == 0)):
-            cache.counts[name] += more
+        cache.counts.update(tokens_forwarded=kept, sampled_tokens=kept, slots_forwarded=len(new),
+                            decode_slots=len(new), rounds=int(i == 0))
     return cache
 
 
@@ -281,10 +276,45 @@ class Talk:
     def waiting(self) -> str | None:
         return None if self.episode.outcome else self.guard("env_error", getattr, self.env, "waiting")
 
+    def hand_over(self, chat, max_context: int, max_turns: int, late: bool) -> None:
+        """Show the policy what it has to answer: the prompt at first, later what its turn is followed by. Or end."""
+        env, row = self.env, self.row
+        if self.waiting() != "agent":
+            return
+        writing = row.sampled and not row.done  # a turn that carries on
+        new = [] if writing else chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
+            env.policy, env.tools, env.new_messages)
+        limit = "time limit" if late else "turn limit" if self.episode.turns >= max_turns else ""
+        limit = "context limit" if len(row.ids) + len(new) >= max_context else limit
+        if limit:
+            self.guard("env_error", env.fail, "truncated", limit)
+        elif not writing:
+            self.episode.prompt_ids, row.room = self.episode.prompt_ids or new, max_context
+            row.hear(new)
+
+    def take_turn(self, chat) -> None:
+        """A turn that is over goes to the environment."""
+        row = self.row
+        self.episode.turns += row.done
+        if row.done and len(row.ids) >= row.room and row.ids[-1] not in chat.stop_ids:
+            self.guard("env_error", self.env.fail, "truncated", "context limit")
+        elif row.done:
+            self.guard("env_error", self.env.act, chat.parse(row.sampled))
+
+    def close(self) -> None:
+        """Write tokens and end into the episode. What the world broke has no reward."""
+        episode, row, start = self.episode, self.row or Row([]), len(self.episode.prompt_ids)
+        if result := None if episode.outcome else self.guard("env_error", self.env.result):
+            info = result[4]
+            episode.outcome, episode.fault, episode.reward_info = (info.get(k) for k in ("outcome", "fault", "reward_info"))
+            episode.reward = float(result[1]) if episode.valid else 0.0
+        episode.response_ids, episode.response_mask = row.ids[start:], row.mask[start:]
+        episode.rollout_log_probs, episode.messages = row.log_probs[start:], list(getattr(self.env, "transcript", []))
+
 
 def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, temperature, max_context, max_turns,
             max_new_tokens, max_batch=64, time_limit_s=None, progress=None) -> tuple[list[Episode], dict]:
-    """P x G conversations in lockstep rounds with the current policy.
+    """P x G conversations in lockstep rounds with the current policy: (episodes in task-major order, statistics).
 
     Args:
         chat: chat.Chat. make_env: () -> a fresh Tau2Env. user: has reply(conversations) -> turns.
@@ -292,9 +322,7 @@ def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, te
         max_context, max_new_tokens: tokens; max_turns: policy turns; time_limit_s: seconds, looked at between rounds.
             An episode that would pass a limit ends `truncated`; the others go on.
         max_batch: conversations at once. progress: title of the bar; None shows none.
-    Returns:
-        The episodes in task-major order, and the counts of `TurnCache` with rollout_s, rollout_tokens_per_s
-        (sampled), busy_share (of decode slots) and faults (invalid episodes).
+    Statistics: the counts of `TurnCache`, rollout_s, rollout_tokens_per_s (sampled), busy_share, faults.
     """
     started, cache, live = time.perf_counter(), TurnCache(), []
     episodes = [Episode(task, f"{step}/{task}", sibling) for task in task_ids for sibling in range(group_size)]
@@ -307,14 +335,16 @@ def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, te
         hear_users(live, user)
         late = time_limit_s is not None and time.perf_counter() - started > time_limit_s
         for talk in live:
-            hand_over(talk, chat, max_context, max_turns, late)
-        bar.update(sum(close_talk(t) for t in live if t.waiting() is None))
-        live = [t for t in live if t.waiting() is not None]
+            talk.hand_over(chat, max_context, max_turns, late)
+            if talk.waiting() is None:
+                talk.close()
+                bar.update()
+        live = [t for t in live if not t.episode.outcome]
         if live:
             generate_turns(model, [t.row for t in live], stop_ids=chat.stop_ids, pad_id=chat.pad_id, cache=cache,
                            max_new_tokens=max_new_tokens, temperature=temperature, pause_below=0.5)
         for talk in live:
-            take_turn(talk, chat)
+            talk.take_turn(chat)
         seconds, paid = time.perf_counter() - started, [e.reward for e in episodes if e.outcome and e.valid]
         speed = cache.counts["sampled_tokens"] / seconds
         bar.set_postfix_str(f"{speed:.0f} tok/s, reward {sum(paid) / max(len(paid), 1):.2f}")
@@ -346,53 +376,12 @@ def hear_users(live: list[Talk], user) -> None:
                     talk.guard("env_error", talk.env.hear, turn)
 
 
-def hand_over(talk: Talk, chat, max_context: int, max_turns: int, late: bool) -> None:
-    """Show the policy what it has to answer: the prompt at first, later what its turn is followed by. Or end here."""
-    env, row = talk.env, talk.row
-    if talk.waiting() != "agent":
-        return
-    writing = row.sampled and not row.done  # a turn that carries on
-    new = [] if writing else chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
-        env.policy, env.tools, env.new_messages)
-    limit = "time limit" if late else "turn limit" if talk.episode.turns >= max_turns else ""
-    limit = "context limit" if len(row.ids) + len(new) >= max_context else limit
-    if limit:
-        talk.guard("env_error", env.fail, "truncated", limit)
-    elif not writing:
-        talk.episode.prompt_ids, row.room = talk.episode.prompt_ids or new, max_context
-        row.hear(new)
-
-
-def take_turn(talk: Talk, chat) -> None:
-    """A turn that is over goes to the environment."""
-    row = talk.row
-    talk.episode.turns += row.done
-    if row.done and len(row.ids) >= row.room and row.ids[-1] not in chat.stop_ids:
-        talk.guard("env_error", talk.env.fail, "truncated", "context limit")
-    elif row.done:
-        talk.guard("env_error", talk.env.act, chat.parse(row.sampled))
-
-
-def close_talk(talk: Talk) -> bool:
-    """Write tokens and end into the episode. What the world broke has no reward."""
-    episode, env, row = talk.episode, talk.env, talk.row or Row([])
-    if result := None if episode.outcome else talk.guard("env_error", env.result):
-        info = result[4]
-        episode.outcome, episode.fault, episode.reward_info = info["outcome"], info.get("fault"), info.get("reward_info")
-        episode.reward = float(result[1]) if episode.valid else 0.0
-    start = len(episode.prompt_ids)
-    episode.response_ids, episode.response_mask = row.ids[start:], row.mask[start:]
-    episode.rollout_log_probs, episode.messages = row.log_probs[start:], list(getattr(env, "transcript", []))
-    return True
-
-
 def to_batch(episodes: list[Episode], pad_id: int) -> dict:
     """verl's fields, prompt + response padded on the right: every tensor is (B, T) and aligned with input_ids.
 
-    Returns:
-        input_ids, attention_mask, position_ids, response_mask (1 = sampled) int64; rollout_log_probs float32 nats
-        (of token t given tokens < t); token_level_scores float32 (the reward, on the last sampled token);
-        prompt_length (B,) int64; uid list[str].
+    int64: input_ids, attention_mask, position_ids, response_mask (1 = sampled), prompt_length (B,). float32:
+    rollout_log_probs (nats, of token t given those before), token_level_scores (the reward, on the last sampled
+    token). uid is a list of str.
     Worked row: prompt of 2, response `a b x c` with x observed: response_mask 0 0 1 1 0 1.
     """
     width = max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
