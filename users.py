@@ -669,7 +669,12 @@ class ReplayUser:
         self.path, self.record, self.name, self.turns = Path(path), record, record.name if record else "replay", {}
         if record is None and not self.path.exists():
             raise ValueError(f"no recorded conversations at {self.path}")
-        for number, line in enumerate(self.path.read_text().splitlines() if self.path.exists() else [], 1):
+        text = self.path.read_text() if self.path.exists() else ""
+        if record and not text.endswith("\n"):  # new, or from a run that was killed while it wrote
+            text = text[:text.rfind("\n") + 1]
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text)
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 row = json.loads(line)
                 self.turns[row["key"]] = UserTurn(**row["turn"])

@@ -12,7 +12,7 @@ from tau2.data_model.tasks import StructuredUserInstructions, UserScenario
 
 from env_tau2 import Conversation, Tau2Env, domain_tasks
 from rollout import Row, generate_turns
-from tests.campaign_users import audit, conditions, measure, talk
+from tests.campaign_users import audit, conditions, measure, wrong_plans
 from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser, UserTurn, first_person, parse_rule
 
 GREETING = "Hi! How can I help you today?"
@@ -122,6 +122,35 @@ def test_refusal_brings_the_condition_about():
     assert said[2] == "I want red." and said[3] == "I prefer XL."
 
 
+@pytest.mark.parametrize("question, reply", [
+    ("I need to verify you. Could you please provide either:\n1. Your email, or\n2. Your full name and zip code?", "Emma Kim"),
+    ("What cabin class would you like?", "I am fine with economy."),
+    ("How would you like to pay?", "I want to pay with my certificate."),
+    ("What is the other passenger's name and date of birth?", "I want to add Kevin Smith, DOB 2001-04-12."),
+    ("Do you need travel insurance?", "I do not need insurance."),
+    ("I cannot offer a refund. Would you still like to cancel without a refund?", "No. I don't want to cancel if"),
+    ("Would you like me to cancel it with a full refund?", "Yes"),
+    ("Which payment method would you like, and do you confirm the changes (yes/no)?", "Yes"),
+])
+def test_questions_as_language_models_put_them(question, reply):
+    """Lists, courtesies and open questions: a customer that understands only one phrasing trains agents to use it."""
+    scene = scenario("You want to cancel reservation EHGLP3.", "You are Emma Kim in zip code 10001. Your user id is "
+                     "emma_kim_9957.", None, "You are fine with economy. You want to pay with your certificate. You want to "
+                     "add Kevin Smith, DOB 2001-04-12. You do not need insurance. You don't want to cancel if you don't get a "
+                     "refund.", domain="airline")
+    assert reply in answers(scene, question)[1]
+
+
+def test_replay_record_of_a_killed_run_goes_on(tmp_path):
+    """Half a line at the end must not swallow the next turn, nor stop the run that goes on with the file."""
+    path = tmp_path / "turns.jsonl"
+    ReplayUser(path, record=ScriptedUser()).reply([conversation(CANCEL)])
+    path.write_text(path.read_text() + '{"key": "ab')
+    ReplayUser(path, record=ScriptedUser()).reply([conversation(CANCEL, seed=1)])
+    assert ReplayUser(path).reply([conversation(CANCEL, seed=1)]) == ScriptedUser().reply([conversation(CANCEL, seed=1)])
+    assert len(path.read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("told, said", [
     ("You are Raj and you want your bag.", "I am Raj and I want my bag."),
     ("The agent told you that your order is late.", "You told me that my order is late."),
@@ -184,6 +213,7 @@ def test_gold_agent_is_paid_and_the_customer_ends_it(domain):
     """A customer that stops too early, or never, costs the best agent its reward."""
     found = measure(domain, verbose=False)
     assert found["gold replay pays 1"] >= 0.9 * found["tasks"]
+    assert len(found["gold plans refused twice"]) <= 0.02 * found["times asked to confirm"], "it stands in the way"
     assert found["own stop and full reward"] >= 0.95 * found["gold replay pays 1"], found["failures"]
 
 
@@ -201,6 +231,12 @@ def test_conditional_wishes(domain, least):
     """The share that docs/users.md names must not fall unnoticed."""
     found = conditions(domain)
     assert found["handled"] >= least * found["conditional sentences"], found["not handled"]
+
+
+def test_wrong_orders_are_refused():
+    """A customer that accepts another order than the one it named hides the agent's mistake until the reward."""
+    refused, asked = wrong_plans()["wrong orders refused"].split(" of ")
+    assert int(refused) >= 11 and int(asked) == 16  # docs/users.md lists the five others
 
 
 # ------------------------------------------------------------------ ScriptedUser: the customer's device
@@ -637,6 +673,6 @@ def test_replay_file_errors(tmp_path):
 
         def reply(self, conversations):
             return [UserTurn(fault="no") for _ in conversations]
-    path = tmp_path / "empty.jsonl"
+    path = tmp_path / "new folder" / "empty.jsonl"
     assert ReplayUser(path, record=Broken()).reply([conversation(CANCEL)])[0].fault == "no"
     assert path.read_text() == ""
