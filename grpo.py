@@ -41,7 +41,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, divide_by_std: bool = True,
 
 
 def grpo_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, *, kind: str = "grpo",
-              clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0.0, episodes: int | None = None,
+              clip_low: float = 0.2, clip_high: float = 0.2, kl_coef: float = 0., episodes: int | None = None,
               tokens: int | None = None, max_response_tokens: int | None = None, tis_cap: float | None = None,
               ref_logp: Tensor | None = None, rollout_logp: Tensor | None = None) -> tuple[Tensor, dict]:
     """The clipped policy gradient of a micro-batch, as its share of the step's loss: shares add up exactly.

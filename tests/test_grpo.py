@@ -21,8 +21,6 @@ PATHS = {"padded": {}, "packed": {"make_layout": pack_layout, "shared_prefix": F
          "shared": {"make_layout": pack_layout}}
 
 
-# ---------------------------------------------------------------- helpers
-
 def small_gpt_oss(attention: str = "sinkflex", layers: int = 2, hidden: int = 32, window: int = 8) -> GptOssForCausalLM:
     """A GPT-OSS of a few ten thousand parameters with everything that matters: sinks, windows, GQA, experts."""
     torch.manual_seed(0)
@@ -532,14 +530,6 @@ def test_every_variant_learns_a_bandit_and_unlearns_it_with_the_sign_flipped(kin
 
 # ---------------------------------------------------------------- 6. what must not poison a run
 
-def poison(model, batch, where: str):
-    """Make the loss or only the gradient non-finite; returns what undoes it."""
-    if where == "loss":
-        batch["rollout_log_probs"] = batch["rollout_log_probs"].where(batch["response_mask"] == 0, float("nan"))
-        return lambda: None
-    return model.lm_head.weight.register_hook(lambda grad: grad * float(where)).remove
-
-
 @pytest.mark.parametrize("where", ["loss", "inf", "nan"])
 def test_non_finite_updates_are_skipped_and_counted(where):
     """Guards against one NaN that poisons weights and optimizer: three in a row change nothing and say so each time."""
@@ -547,9 +537,11 @@ def test_non_finite_updates_are_skipped_and_counted(where):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert update_policy(model, optimizer, batch, ADVANTAGES, make_layout=pack_layout)["skipped_updates"] == 0
     before, state = snapshot(model), copy.deepcopy(optimizer.state_dict()["state"])
-    bad = dict(batch)
-    undo = poison(model, bad, where)
-    row = 0
+    bad, row = batch, 0
+    if where == "loss":
+        bad = batch | {"rollout_log_probs": torch.full((12, 40), float("nan"))}
+    else:
+        hook = model.lm_head.weight.register_hook(lambda grad: grad * float(where))
     for _ in range(3):  # train.py stops the run after three such steps
         metrics = update_policy(model, optimizer, bad, ADVANTAGES, make_layout=pack_layout, updates_per_step=2)
         row = row + 1 if metrics["skipped_updates"] else 0
@@ -558,7 +550,8 @@ def test_non_finite_updates_are_skipped_and_counted(where):
     assert row == 3 and unchanged(model, before) and all(p.grad is None for p in model.parameters())
     for number, values in optimizer.state_dict()["state"].items():
         assert all(torch.equal(values[name], state[number][name]) for name in values)
-    undo()
+    if where != "loss":
+        hook.remove()
     metrics = update_policy(model, optimizer, batch, ADVANTAGES, make_layout=pack_layout)
     assert metrics["skipped"] is None and metrics["grad_norm"] > 0 and not unchanged(model, before)
 
