@@ -36,6 +36,7 @@ class Policy:
     name: str
     reason: str
     preset: str
+    lora_rank: int = 0  # 0: all weights are trained
 
 
 def small_config(vocab_size: int, hidden_size: int = 128, layers: int = 4, heads: int = 4, kv_heads: int = 2,
@@ -48,8 +49,6 @@ def small_config(vocab_size: int, hidden_size: int = 128, layers: int = 4, heads
         num_experts_per_tok=experts_per_token, intermediate_size=expert_size, max_position_embeddings=max_positions,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
 
-
-# ---------------------------------------------------------------- choosing and loading
 
 def free_card_gib(device: torch.device) -> float | None:
     """Free memory of the card, None on a CPU. Tests replace this probe."""
@@ -102,8 +101,11 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
     use_sink_attention(model) if attn == "sinkflex" else model.set_attn_implementation(attn)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    rank = lora_rank if lora_rank is not None else {"tiny": 0, "lora": 16}[preset]
-    return Policy(make_trainable(model, rank, train_sinks), tokenizer, chosen, reason, preset)
+    stored = model.peft_config["default"].r if isinstance(model, PeftModel) else None
+    if None not in (stored, lora_rank) and stored != lora_rank:
+        raise ValueError(f"lora_rank {lora_rank}: {chosen} is an adapter of rank {stored}; leave the rank out")
+    rank = next(r for r in (stored, lora_rank, {"tiny": 0, "lora": 16}[preset]) if r is not None)
+    return Policy(make_trainable(model, rank, train_sinks), tokenizer, chosen, reason, preset, rank)
 
 
 def hub_is_reachable() -> bool:
@@ -141,8 +143,11 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
             options["device_map"] = {"": device}  # straight to the card: 39 GiB need not pass through main memory
         auto = "float32" if "<|tiny|>" in tokenizer.get_vocab() else "bfloat16"
         wanted = POLICY_DTYPES[auto if dtype in (None, "auto") else dtype]
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted, attn_implementation="eager", **options)
-    except (OSError, ValueError, KeyError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=wanted, attn_implementation="eager", output_loading_info=True, **options)
+        if report["missing_keys"]:  # transformers would only warn, and go on with random weights there
+            raise ValueError(f"{len(report['missing_keys'])} weights are missing, as {sorted(report['missing_keys'])[0]}")
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if path.exists():
             raise ValueError(f"model {name!r} cannot be loaded: {str(error).strip().partition(chr(10))[0]}") from error
         trouble = "the hub does not give it" if online else f"{constants.ENDPOINT} cannot be reached"
@@ -203,6 +208,10 @@ def make_trainable(model, lora_rank: int, train_sinks: bool):
 def save_policy(folder: str | Path, policy: Policy) -> None:
     """Policy and tokenizer, for AutoModelForCausalLM.from_pretrained, or PeftModel.from_pretrained where it is LoRA.
     Sinks trained beside an adapter go to sinks.safetensors, which load_policy reads and PeftModel does not."""
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
+        raise ValueError(f"{folder} holds something else than a saved policy; give a new folder")
+
     def write(aside: Path) -> None:
         policy.tokenizer.save_pretrained(aside)
         if not isinstance(policy.model, PeftModel):
@@ -211,10 +220,8 @@ def save_policy(folder: str | Path, policy: Policy) -> None:
         policy.model.save_pretrained(aside, save_embedding_layers=False)
         if sinks := {name: p for name, p in trained_weights(policy.model).items() if name.endswith("sinks")}:
             save_file(sinks, aside / "sinks.safetensors")
-    write_folder(Path(folder), write)
+    write_folder(folder, write)
 
-
-# ---------------------------------------------------------------- checkpoints
 
 def trained_weights(model) -> dict[str, Tensor]:
     """name -> parameter, of what is trained: all weights, or adapter (and sinks)."""

@@ -30,12 +30,11 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "reward_std": Metric("standard deviation of that reward", "reward"),
     "outcome_counts": Metric("episodes by outcome, spoiled ones too", "episodes"),
     "faults": Metric("episodes that the world spoiled (user_error, env_error), out of every mean", "episodes"),
-    "episodes": Metric("episodes, spoiled ones too", "episodes"),
-    "episodes_valid": Metric("episodes without a fault", "episodes"),
+    "episodes": Metric("all episodes", "episodes"), "episodes_valid": Metric("those without a fault", "episodes"),
     "groups": Metric("groups collected: G episodes of one task each", "groups"),
     "zero_variance_groups": Metric("groups dropped since all their rewards are equal: nothing to teach", "groups"),
     "do_nothing": Metric("reward for doing nothing on the tasks of this step", "reward 0..1"),
-    "turns_mean": Metric("policy turns per episode, mean", "turns"),
+    "turns_mean": Metric("policy turns an episode, mean", "turns"), "rounds": Metric("calls of generate", "rounds"),
     "response_tokens": Metric("tokens that the policy sampled per episode, mean", "tokens"),
     "response_tokens_max": Metric("tokens that the policy sampled in the longest episode", "tokens"),
     "context_tokens": Metric("prompt, observations and sampled tokens per episode, mean", "tokens"),
@@ -49,10 +48,9 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "grad_norm": Metric("norm of the gradient before clipping; null without an update", "1"),
     "logp_gap_mean": Metric("mean |log-prob in the update - log-prob at sampling|", "nats"),
     "logp_gap_max": Metric("largest |log-prob in the update - log-prob at sampling|", "nats"),
-    "trained_tokens": Metric("sampled tokens that entered the loss", "tokens"),
+    "trained_tokens": Metric("sampled tokens in the loss", "tokens"), "updates": Metric("optimizer steps", "steps"),
     "trained_episodes": Metric("episodes that entered the loss", "episodes"),
     "micro_batches": Metric("forward and backward passes of an update", "passes", True),
-    "updates": Metric("optimizer steps taken in this training step", "steps"),
     "micro_batch_tokens": Metric("budget of one micro-batch; halved when memory ran out", "tokens", True),
     "skipped": Metric("why this step made no update; null where it made one", "text"),
     "skipped_updates": Metric("optimizer steps left out: loss or gradient not finite, or no memory", "updates"),
@@ -60,7 +58,6 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "tokens_forwarded": Metric("real tokens that the rollout put through the model", "tokens"),
     "slots_forwarded": Metric("the same with pads", "tokens"),
     "busy_share": Metric("share of decode slots that gave a token of an unfinished turn", "share"),
-    "rounds": Metric("calls of generate in the rollout", "rounds"),
     "rollout_tokens_per_s": Metric("sampled tokens per second of rollout", "tokens/s", True),
     "rollout_s": Metric("time of the rollout", "s", True), "update_s": Metric("time of the update", "s", True),
     "step_s": Metric("time of the whole step", "s", True),
@@ -74,8 +71,7 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "eval_pass_hat_k": Metric("pass^k by k: chance that k trials of a task all succeed, unbiased", "share"),
     "eval_do_nothing": Metric("reward for doing nothing on the same tasks", "reward 0..1"),
     "eval_tasks": Metric("tasks with an episode that was not spoiled", "tasks"),
-    "eval_trials": Metric("sampled episodes asked for per task", "episodes"),
-    "eval_faults": Metric("sampled episodes that the world spoiled", "episodes"),
+    "eval_trials": Metric("sampled episodes a task", "episodes"), "eval_faults": Metric("spoiled ones", "episodes"),
     "eval_mean_faults_zero": Metric("eval_mean_at_1 with spoiled episodes counted as reward 0", "reward 0..1"),
     "eval_outcome_counts": Metric("sampled episodes by outcome", "episodes"),
     "user": Metric("who played the customer", "name"), "policy": Metric("which policy ran", "name"),
@@ -107,8 +103,6 @@ def read_rows(path: str | Path) -> list[dict]:
             raise ValueError(f"{path} line {number} is not JSON: {error}") from None
     return rows
 
-
-# ---------------------------------------------------------------- statistics
 
 def pass_hat_k(successes: int, trials: int, k: int) -> float:
     """Chance that k trials all succeed, C(successes, k) / C(trials, k), arXiv 2406.12045. 3 of 4 at k=2: 3/6."""
@@ -163,8 +157,6 @@ def eval_summary(episodes: list[dict], seed: int = 0) -> dict:
             "eval_mean_faults_zero": float(np.mean(with_zeros)) if with_zeros else None,
             "eval_outcome_counts": {name: outcomes.count(name) for name in sorted(set(outcomes))}}
 
-
-# ---------------------------------------------------------------- plots
 
 PLOT_LINES = (  # panel, metric, label, colour, line style
     ("Reward", "reward_mean", "train", "#a9c6e8", "-"), ("Reward", "do_nothing", "do nothing, train", "#8a8a8a", "--"),
@@ -242,8 +234,6 @@ def plot_run(run_dir: str | Path) -> Path:
     return run_dir / "plots.png"
 
 
-# ---------------------------------------------------------------- episodes as HTML
-
 PAGE_STYLE = """body{font:14px/1.45 system-ui,sans-serif;margin:1.5em auto;max-width:75em;padding:0 1em;color:#222}
 img{max-width:100%}details{border:1px solid #ddd;border-radius:6px;margin:.4em 0;padding:.3em .7em}h1{font-size:1.3em}
 pre,.turn{white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate;margin:.4em 0;padding:.3em .7em}
@@ -307,8 +297,6 @@ def episode_html(file_name: str, episode: dict) -> str:
             f'<details><summary>reward breakdown</summary><pre>{escape(json.dumps(info, indent=1))}</pre></details>'
             f'<details><summary>tokens</summary><div class="turn tokens">{tokens}</div></details></details>\n')
 
-
-# ---------------------------------------------------------------- command line
 
 def compare_runs(run_a: Path, run_b: Path) -> str:
     """The newest evaluations of two runs, and B - A over the tasks that both have, in plain words."""

@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -128,6 +129,37 @@ def test_a_folder_that_is_no_model_is_one_line(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded") as caught:
         load_policy(str(tmp_path))
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_or_incomplete_model_is_one_line(tmp_path, folder):
+    """Guards against a torn download that ends in a traceback, and against missing weights that transformers fills with
+    random numbers and a warning."""
+    for name, word in (("torn", "cannot be loaded"), ("incomplete", "1 weights are missing, as model.norm.weight")):
+        path = tmp_path / name
+        shutil.copytree(folder, path)
+        if name == "torn":
+            os.truncate(path / "model.safetensors", 5000)
+        else:
+            tensors = load_file(path / "model.safetensors")
+            del tensors["model.norm.weight"]
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=word) as caught:
+            load_policy(str(path))
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_cached_hub_model_loads_without_network(tmp_path, big):
+    """Guards against "cannot be reached" for a model that was downloaded before. In a process of its own, since the
+    cache folder is read at import."""
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "0123abcd"
+    shutil.copytree(big, snapshot)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123abcd")
+    code = "from model import load_policy; p = load_policy('owner/name'); print(p.name, p.preset, p.lora_rank)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(model_room.__file__).parent,
+                          env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9",
+                                            "HF_HUB_OFFLINE": "0"})
+    assert done.stdout.split() == ["owner/name", "lora", "16"], done.stderr[-2000:]
 
 
 def test_the_small_policy_that_ships_loads():
@@ -340,6 +372,21 @@ def test_saved_adapter_loads_with_plain_peft(tmp_path, folder):
     for name, value in trained_weights(policy.model).items():
         assert torch.equal(trained_weights(ours.model)[name], value), name
     assert not any(p.suffix in (".bin", ".pt", ".pkl") for p in (tmp_path / "adapter").iterdir())
+    assert load_policy(str(tmp_path / "adapter")).lora_rank == 4  # not the small policy's 0
+    with pytest.raises(ValueError, match="lora_rank 8: .* adapter of rank 4"):
+        load_policy(str(tmp_path / "adapter"), lora_rank=8)
+
+
+def test_saving_does_not_wipe_a_strangers_folder(tmp_path, folder):
+    """Guards against save_policy("somewhere") that replaces a folder of other things; its own it does replace."""
+    policy = load_policy(str(folder))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="holds something else"):
+        save_policy(tmp_path / "home", policy)
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+    for _ in range(2):
+        save_policy(tmp_path / "policy", policy)
 
 
 @pytest.mark.slow
