@@ -146,7 +146,8 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
         model, report = AutoModelForCausalLM.from_pretrained(
             source, dtype=wanted, attn_implementation="eager", output_loading_info=True, **options)
         if report["missing_keys"]:  # transformers would only warn, and go on with random weights there
-            raise ValueError(f"{len(report['missing_keys'])} weights are missing, as {sorted(report['missing_keys'])[0]}")
+            missing = sorted(report["missing_keys"])
+            raise ValueError(f"{len(missing)} weights are missing, as {missing[0]}")
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if path.exists():
             raise ValueError(f"model {name!r} cannot be loaded: {str(error).strip().partition(chr(10))[0]}") from error
