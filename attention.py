@@ -283,7 +283,7 @@ def flex_with_sink(q, k, v, sink, blocks, scale, kernel=flex_attention):
 
     sigmoid(lse - s) = exp(lse - lse_s); lse is clamped, as -inf + inf would be NaN where a row sees nothing.
     """
-    out, aux = kernel(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, aux = kernel(q, k, v, None, blocks, scale, True, return_aux=AuxRequest(lse=True))  # True: GQA
     return (out.float() * torch.sigmoid(aux.lse.clamp(min=MASKED) - sink)[..., None]).to(q.dtype)
 
 

@@ -16,7 +16,7 @@ from tests.test_attention import (GROUPS, causal, eager, errors, formula, gpt_os
                                   tensors, tokens, visible, with_grads)
 
 
-def bare_kernel(q, k, v, *, block_mask, scale, enable_gqa, return_aux):
+def bare_kernel(q, k, v, score_mod, block_mask, scale, enable_gqa, return_aux):
     """FlexAttention's higher-order operator itself: the CUDA path's maths, also on CPU and under fake tensors."""
     options = {"OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "BACKEND": "AUTO"}
     out, lse, _ = bare_flex(q, k, v, lambda score, b, h, i, j: score, block_mask.as_tuple(), scale, options)
