@@ -67,17 +67,14 @@ def retail_data() -> dict:
     return data
 
 
-def split_customers(split: str) -> list[str]:
+@lru_cache(maxsize=2)
+def split_customers(split: str) -> tuple[str, ...]:
     """User ids of a split: by hash of the id a fifth validate, the rest train; tau2's test customers do neither."""
     if split not in SYNTHETIC_SPLITS:
         raise ValueError(f"split {split!r} is not one of {SYNTHETIC_SPLITS}")
-    data = retail_data()
-    chosen = []
-    for user_id in sorted(data["users"]):
-        held_out = int(hashlib.sha256(user_id.encode()).hexdigest(), 16) % 5 == 0
-        if user_id not in data["test_users"] and held_out == (split == "val"):
-            chosen.append(user_id)
-    return chosen
+    tested = retail_data()["test_users"]
+    held_out = {u: int(hashlib.sha256(u.encode()).hexdigest(), 16) % 5 == 0 for u in retail_data()["users"]}
+    return tuple(u for u in sorted(held_out) if u not in tested and held_out[u] == (split == "val"))
 
 
 def orders_of(user_id: str, *statuses: str) -> list[dict]:
@@ -86,12 +83,9 @@ def orders_of(user_id: str, *statuses: str) -> list[dict]:
     return [order for order in orders if not statuses or order["status"] in statuses]
 
 
-def read_order(order: dict) -> tuple:
-    return ("get_order_details", {"order_id": order["order_id"]})
-
-
-def read_user(user_id: str) -> tuple:
-    return ("get_user_details", {"user_id": user_id})
+def read_record(sort: str, record_id: str) -> tuple:
+    """The call that looks up an "order", a "user" or a "product"."""
+    return (f"get_{sort}_details", {f"{sort}_id": record_id})
 
 
 def lone_items(order: dict) -> list[dict]:
@@ -100,23 +94,14 @@ def lone_items(order: dict) -> list[dict]:
     return [item for item in order["items"] if names.count(item["name"]) == 1]
 
 
-def pick_address(rng: random.Random, split: str) -> dict:
-    """A new address: street words, city and zip code from the split's customers, numbers made up."""
+def pick_address(rng: random.Random, split: str) -> tuple[dict, str]:
+    """A new address and how to say it: street words, city and zip code from the split's customers, numbers made up."""
     users = retail_data()["users"]
-    ids = split_customers_cached(split)
-    street = users[rng.choice(ids)]["address"]["address1"].split(" ", 1)[1]
-    place = users[rng.choice(ids)]["address"]
-    return {"address1": f"{rng.randint(100, 999)} {street}", "address2": f"Suite {rng.randint(100, 999)}",
-            "city": place["city"], "state": place["state"], "country": "USA", "zip": place["zip"]}
-
-
-@lru_cache(maxsize=2)
-def split_customers_cached(split: str) -> tuple:
-    return tuple(split_customers(split))
-
-
-def say_address(address: dict) -> str:
-    return f"{address['address1']}, {address['address2']}, {address['city']}, {address['state']} {address['zip']}"
+    ids = split_customers(split)
+    street, place = users[rng.choice(ids)]["address"]["address1"].split(" ", 1)[1], users[rng.choice(ids)]["address"]
+    address = {"address1": f"{rng.randint(100, 999)} {street}", "address2": f"Suite {rng.randint(100, 999)}",
+               "city": place["city"], "state": place["state"], "country": "USA", "zip": place["zip"]}
+    return address, "{address1}, {address2}, {city}, {state} {zip}".format(**address)
 
 
 # ---- the kinds of wish; each returns None where this customer has nothing that fits
@@ -129,7 +114,7 @@ def wish_cancel(rng, user_id, split, used, find=False):
     order = rng.choice(orders)
     reason = rng.choice(sorted(CANCEL_REASONS))
     why = rng.choice(CANCEL_REASONS[reason])
-    reads, name = [read_order(order)], f"order {order['order_id']}"
+    reads, name = [read_record("order", order["order_id"])], f"order {order['order_id']}"
     if find:
         reads, item = find_by_item(rng, user_id, order)
         if item is None:
@@ -150,7 +135,7 @@ def find_by_item(rng, user_id, order):
     if not items or len(ids) > 3:
         return [], None
     upto = ids[:ids.index(order["order_id"]) + 1]
-    return [read_user(user_id)] + [read_order(retail_data()["orders"][i]) for i in upto], rng.choice(items)
+    return [read_record("user", user_id)] + [read_record("order", order_id) for order_id in upto], rng.choice(items)
 
 
 def wish_return(rng, user_id, split, used, find=False, to_gift_card=False):
@@ -159,7 +144,7 @@ def wish_return(rng, user_id, split, used, find=False, to_gift_card=False):
     if not orders:
         return None
     order = rng.choice(orders)
-    item, reads = rng.choice(lone_items(order)), [read_order(order)]
+    item, reads = rng.choice(lone_items(order)), [read_record("order", order["order_id"])]
     where, payment = f" from order {order['order_id']}", order["payment_history"][0]["payment_method_id"]
     if find:
         reads, item = find_by_item(rng, user_id, order)
@@ -171,7 +156,7 @@ def wish_return(rng, user_id, split, used, find=False, to_gift_card=False):
         cards = [p for p in retail_data()["users"][user_id]["payment_methods"] if p.startswith("gift_card")]
         if len(cards) != 1 or cards[0] == payment:
             return None
-        money, payment, reads = " for a refund to your gift card", cards[0], [read_user(user_id)] + reads
+        money, payment, reads = " for a refund to your gift card", cards[0], [read_record("user", user_id)] + reads
     verb = rng.choice(("return", "send back"))
     text = f"You {rng.choice(('want', 'would like'))} to {verb} the {item['name']}{where}{money}."
     call = ("return_delivered_order_items", {"order_id": order["order_id"], "item_ids": [item["item_id"]],
@@ -187,22 +172,22 @@ def wish_order_address(rng, user_id, split, used):
     orders = [o for o in orders_of(user_id, "pending") if o["order_id"] not in used]
     if not orders:
         return None
-    order, address = rng.choice(orders), pick_address(rng, split)
+    order, (address, said) = rng.choice(orders), pick_address(rng, split)
     text = rng.choice(("You want to have order {o} sent to {a} instead.",
                        "You would like to change the address of order {o} to {a}."))
     call = ("modify_pending_order_address", {"order_id": order["order_id"], **address})
-    return Wish("order_address", text.format(o=order["order_id"], a=say_address(address)), [read_order(order), call],
-                order_id=order["order_id"],
+    calls = [read_record("order", order["order_id"]), call]
+    return Wish("order_address", text.format(o=order["order_id"], a=said), calls, order_id=order["order_id"],
                 ask=f"Shall I send order {order['order_id']} to {address['address1']} (yes/no)?")
 
 
 def wish_user_address(rng, user_id, split, used):
     """Change the address in the customer's profile."""
-    address = pick_address(rng, split)
+    address, said = pick_address(rng, split)
     text = rng.choice(("You want to change your default address to {a}.",
                        "You would like to have {a} as your new default address."))
     call = ("modify_user_address", {"user_id": user_id, **address})
-    return Wish("user_address", text.format(a=say_address(address)), [call],
+    return Wish("user_address", text.format(a=said), [call],
                 ask=f"Shall I change your address to {address['address1']} (yes/no)?")
 
 
@@ -224,8 +209,9 @@ def wish_payment(rng, user_id, split, used):
     text = rng.choice(("You want to pay for order {o} with your {w} instead.",
                        "You would like to change the payment of order {o} to your {w}."))
     call = ("modify_pending_order_payment", {"order_id": order["order_id"], "payment_method_id": method_id})
-    return Wish("payment", text.format(o=order["order_id"], w=word), [read_user(user_id), read_order(order), call],
-                order_id=order["order_id"], ask=f"Shall I charge order {order['order_id']} to {method_id} (yes/no)?")
+    calls = [read_record("user", user_id), read_record("order", order["order_id"]), call]
+    return Wish("payment", text.format(o=order["order_id"], w=word), calls, order_id=order["order_id"],
+                ask=f"Shall I charge order {order['order_id']} to {method_id} (yes/no)?")
 
 
 def wish_lookup(rng, user_id, split, used, what=None):
@@ -253,21 +239,19 @@ def wish_lookup(rng, user_id, split, used, what=None):
         answer = f"It is tracking {fact}."
     else:
         return None
-    return Wish(what, text, [read_order(order)], answer=answer, fact=fact, order_id=order_id)
+    return Wish(what, text, [read_record("order", order["order_id"])], answer=answer, fact=fact, order_id=order_id)
 
 
 def wish_swap(rng, user_id, split, used):
     """Exchange a delivered item, or change a pending one, for the variant that the named options single out."""
     orders = [o for o in orders_of(user_id, "delivered", "pending") if o["order_id"] not in used]
-    choices = []
-    for order in orders:
-        for item in lone_items(order):
-            if len(retail_data()["products"][item["product_id"]]["variants"]) <= SMALL_PRODUCT:
-                choices.append((order, item))
+    stock = {product_id: list(p["variants"].values()) for product_id, p in retail_data()["products"].items()}
+    choices = [(order, item) for order in orders for item in lone_items(order)
+               if len(stock[item["product_id"]]) <= SMALL_PRODUCT]
     if not choices:
         return None
     order, item = rng.choice(choices)
-    variants = list(retail_data()["products"][item["product_id"]]["variants"].values())
+    variants = stock[item["product_id"]]
     new = rng.choice(variants)
     options = naming_options(new, variants)
     if not new["available"] or new["item_id"] == item["item_id"] or options is None:
@@ -280,7 +264,7 @@ def wish_swap(rng, user_id, split, used):
     call = ("exchange_delivered_order_items" if delivered else "modify_pending_order_items",
             {"order_id": order["order_id"], "item_ids": [item["item_id"]], "new_item_ids": [new["item_id"]],
              "payment_method_id": order["payment_history"][0]["payment_method_id"]})
-    calls = [read_order(order), ("get_product_details", {"product_id": item["product_id"]}), call]
+    calls = [read_record("order", order["order_id"]), read_record("product", item["product_id"]), call]
     return Wish("exchange" if delivered else "modify_items", text, calls, order_id=order["order_id"],
                 ask=f"Shall I {verb} the {item['name']} item {item['item_id']} for item {new['item_id']}, "
                     f"payment {call[1]['payment_method_id']} (yes/no)?")
@@ -288,11 +272,9 @@ def wish_swap(rng, user_id, split, used):
 
 def naming_options(variant: dict, variants: list[dict]) -> tuple | None:
     """The fewest options that no other variant shares: ('color',) or ('color', 'size'); None where nothing does."""
-    names = sorted(variant["options"])
     for count in (1, 2):
-        for subset in itertools.combinations(names, count):
-            same = [v for v in variants if all(v["options"].get(n) == variant["options"][n] for n in subset)]
-            if len(same) == 1:
+        for subset in itertools.combinations(sorted(variant["options"]), count):
+            if sum(all(v["options"].get(n) == variant["options"][n] for n in subset) for v in variants) == 1:
                 return subset
     return None
 
@@ -311,7 +293,7 @@ def wish_refused(rng, user_id, split, used):
         text = f"You want to return the {order['items'][0]['name']} from order {order['order_id']}."
         answer = f"I am sorry, order {order['order_id']} is {order['status']} and can not be returned."
     elif sort == "stranger":
-        other = rng.choice([u for u in split_customers_cached(split) if u != user_id and orders_of(u, "pending")])
+        other = rng.choice([u for u in split_customers(split) if u != user_id and orders_of(u, "pending")])
         order = rng.choice(orders_of(other, "pending"))
         text = f"You want to cancel order {order['order_id']} {rng.choice(CANCEL_REASONS['ordered by mistake'])}."
         answer = f"I am sorry, order {order['order_id']} is not yours."
@@ -325,7 +307,8 @@ def wish_refused(rng, user_id, split, used):
                     answer="I am sorry, it can only be exchanged for the same product.")
     else:
         return None
-    return Wish(f"refuse_{sort}", text, [read_order(order)], answer=answer, order_id=order["order_id"])
+    order_id = order["order_id"]
+    return Wish(f"refuse_{sort}", text, [read_record("order", order_id)], answer=answer, order_id=order_id)
 
 
 def draw_wishes(rng: random.Random, level: int, user_id: str, split: str) -> list[Wish] | None:
@@ -366,10 +349,9 @@ def retail_task(task_id: str, user_id: str, wishes: list[Wish], by_email: bool, 
         known, unknown = f"You are {name}. Your email is {user['email']}.", None
         find = ("find_user_id_by_email", {"email": user["email"]})
     else:
-        known = f"You are {name} in zip code {user['address']['zip']}."
-        unknown = "You do not remember your email address."
-        find = ("find_user_id_by_name_zip", {"first_name": user["name"]["first_name"],
-                                             "last_name": user["name"]["last_name"], "zip": user["address"]["zip"]})
+        zip_code, unknown = user["address"]["zip"], "You do not remember your email address."
+        known, find = f"You are {name} in zip code {zip_code}.", ("find_user_id_by_name_zip", {
+            "first_name": user["name"]["first_name"], "last_name": user["name"]["last_name"], "zip": zip_code})
     texts = [wishes[0].text] + [w.text.replace("You ", "You also ", 1) for w in wishes[1:]]
     calls = [find] + [call for wish in wishes for call in wish.calls]
     actions = [{"action_id": f"{task_id}_{i}", "name": call[0], "arguments": call[1], "info": None}
@@ -416,8 +398,7 @@ def gold_changes(task, user_id: str) -> bool:
 def verified(task, user_id: str) -> bool:
     """Gold succeeds and doing nothing pays 0: the database must change or a fact must be told that the prompt lacks."""
     facts = task.evaluation_criteria.communicate_info
-    prompt = str(task.user_scenario).lower()
-    if any(len(fact) < 4 or fact.lower() in prompt for fact in facts):
+    if any(len(fact) < 4 or fact in str(task.user_scenario) for fact in facts):
         return False
     try:
         return gold_changes(task, user_id) or bool(facts)
@@ -433,7 +414,7 @@ def make_tasks(n: int, seed: int, split: str = "train", levels=None) -> list:
     Returns: tau2 Task objects with ids like "train-0_L2_return_00017".
     """
     rng = random.Random(f"tasks/{seed}/{split}")
-    customers = [u for u in split_customers_cached(split) if retail_data()["users"][u]["orders"]]
+    customers = [u for u in split_customers(split) if retail_data()["users"][u]["orders"]]
     shares = LEVEL_SHARES if levels is None else {level: 1.0 for level in levels}
     tasks = []
     while len(tasks) < n:
@@ -453,7 +434,6 @@ def make_tasks(n: int, seed: int, split: str = "train", levels=None) -> list:
 
 
 def task_level(task_id: str) -> int:
-    """2 for "train-0_L2_return_00017"."""
     return int(task_id.split("_")[1][1:])
 
 
