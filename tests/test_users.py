@@ -116,10 +116,10 @@ def test_refusal_brings_the_condition_about():
     """"If blue is not available, you want red" must come out when blue is refused, and not before."""
     scene = scenario("You want to exchange the shirt for a blue one. If blue is not available, you want red. If multiple "
                      "sizes are available, you prefer XL.")
-    said = answers(scene, "I could not find that zip code.", "Sorry, blue is not available.",
-                   "There are multiple sizes. Which do you prefer?")
-    assert "red" not in said[0] + said[1] and "19122" in said[1]
-    assert said[2] == "I want red." and said[3] == "I prefer XL."
+    said = answers(scene, "I could not find that zip code.", "I cannot give a discount on shipping at this time of year.",
+                   "Sorry, blue is not available.", "There are multiple sizes. Which do you prefer?")
+    assert "red" not in said[0] + said[1] + said[2] and "19122" in said[1]
+    assert said[3] == "I want red." and said[4] == "I prefer XL."
 
 
 @pytest.mark.parametrize("question, reply", [
@@ -332,7 +332,7 @@ def test_fixed_is_looked_up_not_believed():
 
 
 # ------------------------------------------------------------------ LLMUser
-KEY = "sk-test-0123456789secret"
+KEY = "gw-0123456789secret"
 
 
 class FakeServer(http.server.BaseHTTPRequestHandler):
@@ -434,7 +434,7 @@ def test_llm_pauses_double(endpoint):
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
 def test_llm_does_not_repeat_what_cannot_work(endpoint, status):
     """A wrong key or model name is found out at once; the key is in no message, even when the server echoes it."""
-    user, seen = endpoint({"status": status, "raw": json.dumps({"error": {"message": f"wrong key {KEY} or {KEY[:9]}***"}})})
+    user, seen = endpoint({"status": status, "raw": json.dumps({"error": {"message": f"wrong key {KEY} or sk-test***"}})})
     turn = user.reply([conversation(CANCEL)])[0]
     assert len(seen) == 1 and str(status) in turn.fault
     assert KEY not in turn.fault and "sk-test" not in turn.fault and KEY not in repr(user)
