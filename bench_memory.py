@@ -5,9 +5,9 @@
 
 A cell is one fixed training step (forward, log-probs, backward, AdamW) on random tokens and weights; `full` builds
 the logits (B, T, V), `chunked` is grpo.token_logps. Out of memory is a result. Modelled (`--plan`): the same step on
-fake tensors, which have a shape and no data, while a meter adds up the living storages. On a CPU in float32 that
-equals the true allocations (a test asks torch.profiler); of a GPU it knows neither the allocator's rounding nor a
-kernel's workspace. GiB are 2**30 bytes. Dimension key: B rows, T tokens, N = B * T, C hidden size, V vocabulary.
+fake tensors, which have no data, while a meter adds up the living storages. On a CPU in float32 that equals the true
+allocations (a test asks torch.profiler); of a GPU it knows neither the allocator's rounding nor kernel workspaces.
+GiB are 2**30 bytes. Dimension key: B rows, T tokens, N = B * T, C hidden size, V vocabulary, K experts per token.
 """
 import json
 import os
@@ -83,7 +83,6 @@ def bench_step(cfg: MemoryBench, model, optimizer, ids) -> None:
 def measure_cell(cfg: MemoryBench) -> dict:
     """One cell in this process: peak above the weights (on a CPU: resident, above what the steps found there)."""
     cuda, model = cfg.device == "cuda", bench_model(cfg, cfg.attn[0], cfg.device)
-
     def resident(field: str) -> int:  # bytes; VmRSS: now; VmHWM: at most, since the last reset
         return int(Path("/proc/self/status").read_text().split(field)[1].split()[1]) * 1024
     ids = torch.randint(0, model.config.vocab_size, (cfg.batch, cfg.lengths[0]), device=cfg.device)
@@ -195,14 +194,12 @@ def bench_memory(cfg: MemoryBench) -> dict:
     cfg = replace(cfg, device=device, vram_cap=cfg.vram_cap or free / 2**30,
                   dtype=cfg.dtype or ("float32" if tiny else "bfloat16"),
                   lora_rank=(0 if tiny else 16) if cfg.lora_rank is None else cfg.lora_rank)
-    columns = ["length", "status", "total", "above", "less", *(
-        ("weights", "optimizer", "logits", "scores", "experts", "rest") if cfg.plan else
-        ("reserved", "step_s", "tokens_per_s")), "series"]
+    special = "weights optimizer logits scores experts rest" if cfg.plan else "reserved step_s tokens_per_s"
+    rows, columns = [], f"length status total above less {special} series".split()
     cells = {f"{a} {p}": replace(cfg, attn=(a,), logprobs=(p,), moe_tile=None)
              for a in cfg.attn for p in cfg.logprobs}
     if cfg.moe_tile:  # for the last series only
         cells[f"{[*cells][-1]} tile {cfg.moe_tile}"] = replace(cfg, attn=cfg.attn[-1:], logprobs=cfg.logprobs[-1:])
-    rows = []
     print(*(f"{name:>12}" for name in columns))
     for length, series in ((length, series) for length in cfg.lengths for series in cells):
         cell = replace(cells[series], lengths=(length,))
