@@ -428,7 +428,7 @@ def test_llm_pauses_double(endpoint):
     user, _ = endpoint({"status": 500, "raw": "x"}, pause_s=0.2, retries=2)
     start = time.monotonic()
     user.reply([conversation(CANCEL)])
-    assert 0.6 <= time.monotonic() - start < 3
+    assert 0.6 <= time.monotonic() - start < 15
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404])
@@ -446,17 +446,17 @@ def test_llm_that_hangs_costs_bounded_time(endpoint):
     start = time.monotonic()
     env = Tau2Env("retail", split="test", user=user)
     _, info = env.reset(seed=0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20  # the server would take 30 s a request
     _, reward, terminated, truncated, info = env.result()
     assert info["outcome"] == "user_error" and reward == 0.0 and info.get("reward_info") is None and truncated
 
 
 def test_llm_deadline_of_a_turn(endpoint):
     """Retries times time-out can add up to hours; the deadline is for the whole turn."""
-    user, _ = endpoint({"pause": 3}, timeout_s=10, deadline_s=0.5)
+    user, _ = endpoint({"pause": 9}, timeout_s=20, deadline_s=0.5)
     start = time.monotonic()
     turns = user.reply([conversation(CANCEL)] * 3)
-    assert time.monotonic() - start < 2 and all("0.5 s" in t.fault for t in turns)
+    assert time.monotonic() - start < 6 and all("0.5 s" in t.fault for t in turns)
 
 
 def test_llm_conversations_wait_together(endpoint):
