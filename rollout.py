@@ -367,12 +367,15 @@ def hear_users(live: list[Talk], user) -> None:
         told = [replace(c := t.env.conversation, key=f"{c.key}/{t.episode.sibling}") for t in heads]
         try:
             turns = user.reply(told)
-        except Exception:  # asked again one by one: the fault stays with the conversation that raises it
+        except Exception:
+            turns = []
+        if len(turns) != len(told):  # asked again one by one: the fault stays with the conversation that has it
             turns = [t.guard("user_error", lambda c=c: user.reply([c])[0]) for t, c in zip(heads, told)]
         for talks, turn in zip(asked.values(), turns):
+            outcome, fault = talks[0].episode.outcome, talks[0].episode.fault
             for talk in talks:
-                talk.episode.outcome, talk.episode.fault = talks[0].episode.outcome, talks[0].episode.fault
-                if not talk.episode.outcome:
+                talk.episode.outcome, talk.episode.fault = outcome, fault
+                if not outcome:
                     talk.guard("env_error", talk.env.hear, turn)
 
 

@@ -513,6 +513,37 @@ def test_an_environment_fault_is_not_a_reward(method, name):
     assert to_batch(episodes, 0)["input_ids"].shape[0] == 6
 
 
+class OnceBrokenEnv(Tau2Env):
+    """Raises in the very first `hear` of all."""
+    count = itertools.count()
+
+    def hear(self, turn):
+        if next(self.count) == 0:
+            raise OSError("a full disk")
+        super().hear(turn)
+
+
+def test_an_environment_fault_does_not_spread_to_siblings():
+    """Bug: siblings share the customer's first turn, and with it the fault of whoever heard it first."""
+    clean, _ = play(random_model("llama"), acting_chat(), tasks=1, group=3, max_turns=3)
+    episodes, stats = play(random_model("llama"), acting_chat(), tasks=1, group=3, max_turns=3,
+                           make_env=partial(OnceBrokenEnv, "retail"))
+    assert [e.outcome == "env_error" for e in episodes] == [True, False, False] and stats["faults"] == 1
+    assert same_tokens(episodes[1:], clean[1:])
+
+
+class SilentUser(ScriptedUser):
+    def reply(self, conversations):
+        return []
+
+
+def test_a_user_that_returns_too_few_turns_is_a_fault():
+    """Bug: the conversations without a turn wait for ever, and so does the run."""
+    episodes, stats = play(random_model("llama"), acting_chat(), tasks=2, group=2, user=SilentUser())
+    assert {e.outcome for e in episodes} == {"user_error"} and stats["faults"] == 4
+    assert all("IndexError" in e.fault for e in episodes) and stats["sampled_tokens"] == 0
+
+
 class FaultyUser(ScriptedUser):
     """The customer's model fails for one task: raises in the batched call, or says so in its turn."""
 
