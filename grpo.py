@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 
 def group_advantages(rewards: Tensor, valid: Tensor, divide_by_std: bool = True, eps: float = 1e-4) -> Tensor:
-    """How much better an episode did than its siblings on the same task: this replaces a critic (4.1.2).
+    """How much better an episode did than its siblings on the task: this replaces a critic (section 4.1.2).
 
     Args: rewards (P, G) float; valid (P, G) bool, False where the world failed, not the policy; divide_by_std
         False: Dr. GRPO's centred reward; eps in units of the reward (TRL 1e-4, verl 1e-6; both take n - 1).
@@ -249,8 +249,8 @@ def averages(packs: list[Pack], updates: list[dict], wanted: int) -> dict[str, f
 
 
 class ChunkedLogps(torch.autograd.Function):
-    """See token_logps. A log-prob's slope in its own hidden state needs no other token: the forward pass
-    takes it along (N, C). A trained head's gradient does: the backward pass computes its logits again."""
+    """See token_logps. A log-prob's slope in its own hidden state needs no other token, so the forward pass
+    takes it along, (N, C). A trained head needs them all: for it the backward pass computes logits again."""
     @staticmethod
     def forward(ctx, hidden, head, targets, temperature, chunk, with_grad):
         terms, slope = [], torch.empty_like(hidden) if with_grad else None  # slope (N, C)
@@ -261,7 +261,7 @@ class ChunkedLogps(torch.autograd.Function):
                 slope[part] = (excess.to(head.dtype) @ head) / scale
         ctx.save_for_backward(hidden, head, targets, slope)
         ctx.temperature, ctx.chunk = temperature, chunk
-        logps, entropies = torch.cat(terms).T.contiguous()  # (N,), (N,)
+        logps, entropies = (x.clone() for x in torch.cat(terms).T)  # (N,), (N,)
         ctx.mark_non_differentiable(entropies)
         return logps, entropies
 
