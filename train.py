@@ -120,7 +120,7 @@ class Config:
 
 # What depends on the policy: "tiny" is a small model with all weights trained on a CPU, "lora" a real checkpoint.
 PRESETS = {
-    "tiny": dict(steps=40, tasks_per_step=16, group_size=8, max_context=1536, max_turns=24, max_new_tokens=96, lr=3e-4,
+    "tiny": dict(steps=30, tasks_per_step=16, group_size=8, max_context=1536, max_turns=14, max_new_tokens=48, lr=3e-4,
                  lora_rank=0, dtype="float32", checkpoint_every=5, eval_every=10, eval_tasks=200, eval_trials=1),
     "lora": dict(steps=100, tasks_per_step=8, group_size=8, max_context=16384, max_turns=60, max_new_tokens=1024,
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
@@ -239,10 +239,11 @@ def act(cfg: Config, world: dict, make_env, task_ids: list[str], group_size: int
 
 
 def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
-    """Held-out tasks, sampled `eval_trials` times and greedily once. Same noise at every call, so calls can be paired."""
+    """Held-out tasks, sampled `eval_trials` times and greedily once; the same noise at every call, so calls pair."""
     sampled, greedy = (act(cfg, world, world["make_eval_env"], world["eval_ids"], trials, temperature, -1,
                            f"evaluate {step}, {kind}")[0]
-                       for kind, trials, temperature in (("sampled", cfg.eval_trials, cfg.temperature), ("greedy", 1, 0.0)))
+                       for kind, trials, temperature in (("sampled", cfg.eval_trials, cfg.temperature),
+                                                         ("greedy", 1, 0.0)))
     for kind, episodes in (("sampled", sampled), ("greedy", greedy)):
         save_episodes(run_dir / "episodes" / f"eval_{step:06d}_{kind}.jsonl", episodes, world["policy"].tokenizer)
     return {
@@ -259,14 +260,14 @@ def mean_or_none(values: list[float]) -> float | None:
 
 
 def memory_gib(device: torch.device) -> dict:
-    """Peak memory since the last reset. VRAM is null on a CPU, where the process' peak resident memory stands in."""
+    """Peak VRAM since the last call, the card's total, and the process' peak resident memory. VRAM is null on a CPU."""
     scale = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is bytes on macOS, KiB on Linux
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
     if device.type != "cuda":
-        return {"vram": None, "rss": round(rss, 3)}
-    peak = torch.cuda.max_memory_allocated(device) / 2**30
+        return {"vram": None, "total": None, "rss": round(rss, 3)}
+    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     torch.cuda.reset_peak_memory_stats(device)
-    return {"vram": round(peak, 3), "rss": round(rss, 3)}
+    return {"vram": round(peak / 2**30, 3), "total": round(total / 2**30, 3), "rss": round(rss, 3)}
 
 
 @contextmanager
@@ -292,7 +293,8 @@ def learn(cfg: Config, world: dict, episodes: list) -> dict:
     valid = torch.tensor([e.valid for e in episodes]).view(shape)  # (P, G)
     advantages = group_advantages(rewards, valid, divide_by_std=cfg.loss != "dr_grpo")  # (P, G)
     batch = to_batch(episodes, world["chat"].pad_id)
-    return within_memory(world["token_budget"], cfg.max_context // 2, "tokens in a micro-batch", lambda limit: update_policy(
+    floor = cfg.max_context // 2
+    return within_memory(world["token_budget"], floor, "tokens in a micro-batch", lambda limit: update_policy(
         world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
         make_layout=pack_layout if cfg.attn == "sinkflex" else None, loss=cfg.loss, kl_coef=cfg.kl_coef,
         ref_model=world["reference"], temperature=cfg.temperature, max_tokens_per_micro_batch=limit,
@@ -303,7 +305,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
     """Load what the loop needs; anything wrong with the input is found here, before the first token."""
     transformers_logging.disable_progress_bar()  # its bars for loading and saving would stand between ours
     policy = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank, attn=cfg.attn)
-    cfg = resolve(cfg, policy.preset, policy.name)
+    cfg = dataclasses.replace(resolve(cfg, policy.preset, policy.name), lora_rank=policy.lora_rank)
     print(f"policy: {policy.name} ({policy.reason})")
     if policy.preset == "tiny":
         print("the small policy's prompt holds neither tau2's policy text nor tool schemas; it knows them by training")
@@ -401,8 +403,9 @@ def train(cfg: Config) -> Path:
         row = evaluate(cfg, world, step, run_dir)
         append_row(metrics_file, row)
         low, high = row["eval_ci95"] or (float("nan"),) * 2
-        print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] greedy {row['eval_greedy']} "
-              f"doing nothing {row['eval_do_nothing']} ({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
+        print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] "
+              f"greedy {row['eval_greedy']} doing nothing {row['eval_do_nothing']} "
+              f"({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
         plot_run(run_dir)
 
     def due(step: int) -> bool:
@@ -423,14 +426,15 @@ def train(cfg: Config) -> Path:
             rollout_peak, do_nothing = memory_gib(policy.model.device)["vram"], mean_or_none(
                 [world["do_nothing"](t) for t in task_ids])
             with interrupt_later():
-                # 2. Judge: reward and outcome. An environment fault is not a reward of zero: its episode leaves the group.
+                # 2. Judge: reward and outcome. A fault of the world is not a reward of 0: it leaves the group.
                 # 3. Compare: each reward against its siblings on the same task. No critic.
                 # 4. Learn: clipped policy gradient over the tokens that the policy itself sampled.
                 learned = learn(cfg, world, episodes)
                 # 5. Report: one JSON line, one console line; now and then an evaluation, a plot, a checkpoint.
                 peak = memory_gib(policy.model.device)
                 row = step_row(step + 1, episodes, stats, learned, do_nothing, started)
-                row |= {"rollout_peak_gib": rollout_peak, "update_peak_gib": peak["vram"], "rss_gib": peak["rss"]}
+                row |= {"rollout_peak_gib": rollout_peak, "update_peak_gib": peak["vram"], "rss_gib": peak["rss"],
+                        "vram_total_gib": peak["total"], "micro_batch_tokens": world["token_budget"][0]}
                 save_episodes(run_dir / "episodes" / f"step_{step + 1:06d}.jsonl", episodes, policy.tokenizer)
                 streak["faults"] = streak["faults"] + 1 if row["faults"] > len(episodes) / 2 else 0
                 streak["skipped"] = streak["skipped"] + 1 if row["skipped_updates"] else 0

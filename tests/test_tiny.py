@@ -300,6 +300,19 @@ def test_slips_are_shown_but_not_trained(chat):
     assert slipped("Shall I cancel order #W1234567?", random.Random(0)) == "Shall I cancel order #W1234567?"
 
 
+def test_careless_clerks_are_paid_nothing(chat):
+    """What GRPO has to unlearn must be a fault that tau2's reward sees and the customer does not: no write, no fact."""
+    tasks = [t for t in make_tasks(60, 13, "train") if "refused" not in t.id]
+    env = Tau2Env("retail", tasks=tasks)
+    for task in tasks:
+        demo = demonstrate(task, chat, env, ScriptedUser(), careless=1.0)
+        assert env.result()[1] == 0.0 and env.outcome == "fail", task.id
+        assert len(demo.ids) <= len(demonstrate(task, chat, env, ScriptedUser()).ids) + 12
+    rng = random.Random(0)
+    lazy = [oracle_turns(task, rng, 0.6) != oracle_turns(task) for task in tasks * 5]
+    assert 0.5 < sum(lazy) / len(lazy) < 0.85  # 0.6 of the single wishes, more of the pairs
+
+
 @pytest.mark.slow
 def test_tokenizer_is_rebuilt_the_same(tokenizer):
     """`python -m tiny.warm_start` must be able to rebuild what ships: same vocabulary, same template."""

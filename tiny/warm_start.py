@@ -27,73 +27,10 @@ from chat import load_chat
 from model import small_config
 from tiny.tasks_retail import make_tasks, retail_data
 
-# What the policy reads and writes. A message is one tagged block, so that a suffix renders like the whole. Policy text
-# and tool schemas are left out. Tool results are JSON in tau2; here each becomes one line: of an order without address,
-# options and empty fields, of a product the options before the id; a successful write is just "ok". It is a pure
-# function of the message.
-TINY_TEMPLATE = """
-{%- macro flat(text) -%}
-{{- text | replace('"', '') | replace('{', '') | replace('}', '') | replace('[', '') | replace(']', '')
-         | replace(':', '') -}}
-{%- endmacro -%}
-{%- macro order_line(c) -%}
-{%- set tail = c.split('], "status": "')[1] -%}
-{{- c.split('"')[3] }} {{ c.split('"')[7] }} {{ tail.split('"')[0] -}}
-{%- for piece in c.split('"items": [')[1].split('], "status"')[0].split('{"name": "')[1:] -%}
-; {{ piece.split('"')[0] }} item {{ piece.split('"item_id": "')[1].split('"')[0] -}}
-{{- ' ' }}price {{ piece.split('"price": ')[1].split(',')[0] -}}
-{{- ' ' }}product {{ piece.split('"product_id": "')[1].split('"')[0] -}}
-{%- endfor -%}
-{%- for piece in tail.split('"tracking_id": [')[1:] -%}
-; tracking {{ flat(piece.split(']')[0]) -}}
-{%- endfor -%}
-{%- for piece in tail.split('"transaction_type": "')[1:] -%}
-; {{ piece.split('"')[0] }} {{ piece.split('"amount": ')[1].split(',')[0] -}}
-{{- ' ' }}{{ piece.split('"payment_method_id": "')[1].split('"')[0] -}}
-{%- endfor -%}
-{%- endmacro -%}
-{%- macro user_line(c) -%}
-{{- c.split('"')[3] -}}
-{%- for piece in c.split('"payment_methods": {')[1].split('"orders": [')[0].split('"id": "')[1:] -%}
-; {{ piece.split('"')[0] -}}
-{%- if '"balance": ' in piece %} balance {{ piece.split('"balance": ')[1].split('}')[0] }}{% endif -%}
-{%- endfor -%}
-; orders {{ flat(c.split('"orders": [')[1]) -}}
-{%- endmacro -%}
-{%- macro product_line(c) -%}
-{{- c.split('"')[3] }} {{ c.split('"')[7] -}}
-{%- for piece in c.split('"item_id": "')[1:] -%}
-; {{ flat(piece.split('"options": {')[1].split('}')[0]) }} item {{ piece.split('"')[0] -}}
-{%- if '"available": false' in piece %} out{% endif -%}
-{%- endfor -%}
-{%- endmacro -%}
-{%- macro tool_line(m) -%}
-{%- set c = m.content or '' -%}
-{%- if c[:1] != '{' -%}{{ c }}
-{%- elif m.name and m.name.split('_')[0] in ['cancel', 'modify', 'return', 'exchange'] -%}ok
-{%- elif c[:13] == '{"order_id": ' and '"items": [' in c and '], "status": "' in c -%}{{ order_line(c) }}
-{%- elif c[:12] == '{"user_id": ' and '"payment_methods": {' in c and '"orders": [' in c -%}{{ user_line(c) }}
-{%- elif '"variants": {' in c -%}{{ product_line(c) }}
-{%- else -%}{{ flat(c) }}
-{%- endif -%}
-{%- endmacro -%}
-{%- macro call(t) -%}
-{%- set f = t.function or t -%}
-{%- set given = f.arguments if f.arguments is string else f.arguments | tojson -%}
-{{- '{"name": "' ~ f.name ~ '", "arguments": ' ~ given ~ '}' -}}
-{%- endmacro -%}
-{%- for m in messages -%}
-{%- if loop.first -%}<|tiny|>{%- endif -%}
-{%- if m.role == 'user' -%}<|user|>{{ m.content or '' }}<|end|>
-{%- elif m.role == 'tool' -%}<|tool|>{{ tool_line(m) }}<|end|>
-{%- elif m.role == 'assistant' -%}<|assistant|>
-{%- for t in m.tool_calls or [] -%}{{ call(t) }}{%- endfor -%}
-{%- if not m.tool_calls -%}{{ m.content or '' }}{%- endif -%}
-<|end|>
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
-"""
+# What the policy reads and writes: tiny/template.jinja. A message is one tagged block, so that a suffix renders like the
+# whole. Policy text and tool schemas are left out. Tool results are JSON in tau2; there each becomes one line: of an
+# order without address, options and empty fields, of a product the options before the id; a successful write is "ok".
+SMALL_TEMPLATE = Path(globals().get("__file__", "tiny/warm_start.py")).resolve().parent / "template.jinja"
 SPECIAL_TOKENS = ("<|pad|>", "<|tiny|>", "<|end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 # The fixed parts of a call are one token each: which call to make is one decision, the rest is copying.
 CALL_PIECES = [f'{{"name": "{name}", "arguments": {{"{first}": "' for name, first in (
@@ -109,10 +46,12 @@ CALL_PIECES = [f'{{"name": "{name}", "arguments": {{"{first}": "' for name, firs
 ID_HEADS = ["credit_card_", "gift_card_", "paypal_", "@example.com"]
 ASK_IDENTITY = "What is your email, or your name and zip code?"
 ANYTHING_ELSE = "Is there anything else?"
+WILL_NOT_TELL = "That can not be seen here."
 GREETING = "Hi! How can I help you today?"
 VOCABULARY = 1408
 MUON_LR, ADAM_LR = 0.005, 1.5e-3
 SLIPS = 0.08     # share of the demonstrated calls that first go wrong and are then put right
+CARELESS = 0.6  # share of wishes that a clerk only pretends to serve: what GRPO has to unlearn
 COPIED = 0.9  # share of repeated tokens right at which the copying curriculum gives way to conversations
 
 
@@ -133,7 +72,7 @@ def whole_words() -> list[str]:
 def corpus_lines(tasks) -> list[str]:
     """Text to train the tokenizer on: scenarios, the oracle's phrases, tool results as the template shows them."""
     import jinja2
-    shown = jinja2.Environment().from_string(TINY_TEMPLATE)
+    shown = jinja2.Environment().from_string(SMALL_TEMPLATE.read_text())
     lines = [GREETING, ASK_IDENTITY, ANYTHING_ELSE] * 50 + [f"{a}{b} {a}" for a in range(10) for b in range(10)] * 20
     for task in tasks:
         said = task.user_scenario.instructions
@@ -175,7 +114,7 @@ def build_tokenizer(vocabulary: int = VOCABULARY):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>",
                                         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
                                         clean_up_tokenization_spaces=False, model_max_length=4096)
-    tokenizer.chat_template = TINY_TEMPLATE
+    tokenizer.chat_template = SMALL_TEMPLATE.read_text()
     return tokenizer
 
 
@@ -186,18 +125,23 @@ def oracle_call(name: str, arguments: dict) -> str:
     return json.dumps({"name": name, "arguments": arguments})
 
 
-def oracle_turns(task) -> list[str]:
-    """What a perfect agent says and does on a task: identity, look-ups, go-ahead, the write, the next wish."""
+def oracle_turns(task, rng: random.Random | None = None, careless: float = 0.0) -> list[str]:
+    """What an agent that knows the gold calls says and does: identity, look-ups, go-ahead, the write, the next wish.
+
+    With probability `careless` a wish is served by a clerk who says "Done." without making the call, or who looks and
+    then will not tell. Nobody in the conversation notices; only tau2's reward does.
+    """
     calls = [(action.name, action.arguments) for action in task.evaluation_criteria.actions]
     turns, at = [ASK_IDENTITY, oracle_call(*calls[0])], 1
     for wish in json.loads(task.description.notes):
-        mine = calls[at:at + wish["calls"]]
+        lazy = rng is not None and rng.random() < careless
+        for name, arguments in calls[at:at + wish["calls"]]:
+            write = name.split("_")[0] in ("cancel", "modify", "return", "exchange")
+            turns += [wish["ask"]] if write else []
+            turns += [] if write and lazy else [oracle_call(name, arguments)]
         at += wish["calls"]
-        for name, arguments in mine:
-            if name.split("_")[0] in ("cancel", "modify", "return", "exchange"):
-                turns.append(wish["ask"])
-            turns.append(oracle_call(name, arguments))
-        turns.append(f"{wish['answer'] or 'Done.'} {ANYTHING_ELSE}")
+        answer = wish["answer"] or "Done."
+        turns.append(f"{WILL_NOT_TELL if lazy and answer[:4] not in ('Done', 'I am') else answer} {ANYTHING_ELSE}")
     return turns
 
 
@@ -209,19 +153,19 @@ class Demo:
     agent: list[int]
 
 
-def demonstrate(task, chat, env, user, seed: int = 0, slip_share: float = 0.0) -> Demo:
+def demonstrate(task, chat, env, user, seed: int = 0, slip_share: float = 0.0, careless: float = 0.0) -> Demo:
     """The oracle talks to the user in the environment; tokens are put together exactly as rollout.collect does.
 
     Args: slip_share: share of calls that are first made with a wrong number, so that the policy sees errors and how
-        one goes on from them. The slip itself is not trained on.
-    Raises: RuntimeError when the conversation does not end with reward 1: then task, user or oracle is wrong.
+        one goes on from them. The slip itself is not trained on. careless: see oracle_turns.
+    Raises: RuntimeError when a careful conversation does not end with reward 1: task, user or oracle is wrong.
     """
     rng = random.Random(f"slips/{task.id}/{seed}")
     env.begin(task.id, seed)
     hear_user(env, user)
     ids = chat.prompt_ids(env.policy, env.tools, env.transcript)
-    agent, turns = [0] * len(ids), []
-    for turn in oracle_turns(task):
+    agent, turns, planned = [0] * len(ids), [], oracle_turns(task, rng, careless)
+    for turn in planned:
         slip = slipped(turn, rng) if rng.random() < slip_share else turn
         turns += [(slip, 0), (turn, 1)] if slip != turn else [(turn, 1)]
     for turn, trained in turns:
@@ -234,7 +178,7 @@ def demonstrate(task, chat, env, user, seed: int = 0, slip_share: float = 0.0) -
         suffix = chat.suffix_ids(turn_ids, env.new_messages)
         ids, agent = ids + suffix, agent + [0] * len(suffix)
     _, reward, terminated, _, info = env.result()
-    if not terminated or reward != 1.0:
+    if not terminated or (reward != 1.0 and planned == oracle_turns(task)):
         raise RuntimeError(f"the oracle failed on {task.id}: reward {reward}, {json.dumps(env.transcript, indent=1)}")
     return Demo(task.id, ids, agent)
 
@@ -253,14 +197,14 @@ def hear_user(env, user) -> None:
         env.hear(user.reply([env.conversation])[0])
 
 
-def make_demos(n: int, seed: int, split: str, chat, slips: float = 0.0) -> list[Demo]:
+def make_demos(n: int, seed: int, split: str, chat, slips: float = 0.0, careless: float = 0.0) -> list[Demo]:
     """n demonstrations over fresh tasks of a split."""
     from env_tau2 import Tau2Env
     from users import ScriptedUser
     tasks = make_tasks(n, seed, split)
     env = Tau2Env("retail", tasks=tasks)
     shown = tqdm(tasks, desc=f"demonstrations {split}", mininterval=10)
-    return [demonstrate(task, chat, env, ScriptedUser(), slip_share=slips) for task in shown]
+    return [demonstrate(task, chat, env, ScriptedUser(), slip_share=slips, careless=careless) for task in shown]
 
 
 # ---- batches
@@ -401,15 +345,18 @@ def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float 
     done = sorted(path.parent for path in snapshots.glob("step_*/stage.json"))
     if done:
         step, copied = load_stage(done[-1], model, optimizers)
-    train, held = make_demos(demos, seed, "train", chat, SLIPS), make_demos(64, 1, "val", chat)
+    train, held = make_demos(demos, seed, "train", chat, SLIPS, CARELESS), make_demos(64, 1, "val", chat)
     tokens = copy_tokens(tokenizer)
     log, started = Path(out) / "warm_start.log", time.time()
     log_line(log, f"{'resumed at' if done else 'start:'} step {step}, "
-                  f"{sum(p.numel() for p in model.parameters())} parameters, vocabulary {len(tokenizer)}, {len(train)} demonstrations, 1 thread, torch {torch.__version__}")
+                  f"{sum(p.numel() for p in model.parameters())} parameters, vocabulary {len(tokenizer)}, "
+                  f"{len(train)} demonstrations, 1 thread, torch {torch.__version__}")
     score, seen = {"sampled": 0.0}, 0
     while time.time() - started < 60 * minutes and score["sampled"] < until:
         batch = training_batch(step, seed, copied, train, tokens)
-        loss, copy_hits, talk_hits = warm_step(model, optimizers, batch, min(1.0, (step + 1) / 30))
+        left = 1 - (time.time() - started) / (60 * minutes)  # the last three tenths cool down: copying gets exact
+        rate = min(1.0, (step + 1) / 30, max(left / 0.3, 0.03))
+        loss, copy_hits, talk_hits = warm_step(model, optimizers, batch, rate)
         step, seen = step + 1, seen + sum(len(demo.ids) for demo in batch)
         if step % 25 == 0:
             score = held_out(model, held)
