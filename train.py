@@ -120,8 +120,8 @@ class Config:
 
 # What depends on the policy: "tiny" is a small model with all weights trained on a CPU, "lora" a real checkpoint.
 PRESETS = {
-    "tiny": dict(steps=30, tasks_per_step=16, group_size=8, max_context=1536, max_turns=14, max_new_tokens=48, lr=3e-4,
-                 lora_rank=0, dtype="float32", checkpoint_every=5, eval_every=10, eval_tasks=200, eval_trials=1),
+    "tiny": dict(steps=24, tasks_per_step=16, group_size=8, max_context=1536, max_turns=14, max_new_tokens=48, lr=3e-4,
+                 lora_rank=0, dtype="float32", checkpoint_every=4, eval_every=8, eval_tasks=200, eval_trials=1),
     "lora": dict(steps=100, tasks_per_step=8, group_size=8, max_context=16384, max_turns=60, max_new_tokens=1024,
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
                  eval_trials=4),
@@ -220,8 +220,9 @@ def within_memory(limit: list[int], floor: int, what: str, call):
     while True:
         try:
             return call(limit[0])
-        except (torch.OutOfMemoryError, MemoryError):
-            if limit[0] // 2 < floor:
+        except (RuntimeError, MemoryError) as fault:
+            known = isinstance(fault, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(fault)  # CPU
+            if not known or limit[0] // 2 < floor:
                 raise
         gc.collect()  # outside the except clause, where the traceback no longer holds the tensors
         limit[0] //= 2
@@ -293,6 +294,7 @@ def learn(cfg: Config, world: dict, episodes: list) -> dict:
     valid = torch.tensor([e.valid for e in episodes]).view(shape)  # (P, G)
     advantages = group_advantages(rewards, valid, divide_by_std=cfg.loss != "dr_grpo")  # (P, G)
     batch = to_batch(episodes, world["chat"].pad_id)
+    world["policy"].model.train()  # or activation checkpointing stays off; there is no dropout
     floor = cfg.max_context // 2
     return within_memory(world["token_budget"], floor, "tokens in a micro-batch", lambda limit: update_policy(
         world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
