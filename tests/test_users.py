@@ -463,9 +463,13 @@ def test_llm_conversations_wait_together(endpoint):
     """32 conversations at 0.5 s each, one after another, are 16 s a round."""
     user, seen = endpoint({"pause": 0.5})
     user.reply([conversation(CANCEL)])
-    start = time.monotonic()
-    turns = user.reply([conversation(CANCEL, seed=i) for i in range(32)])
-    assert time.monotonic() - start < 3 and all(t.text == "Hello there." for t in turns) and len(seen) == 33
+    took = []
+    while len(took) < 4 and min(took, default=9.0) >= 3:  # again on a machine that is busy with other things
+        start = time.monotonic()
+        turns = user.reply([conversation(CANCEL, seed=i) for i in range(32)])
+        took.append(time.monotonic() - start)
+        assert all(t.text == "Hello there." for t in turns)
+    assert min(took) < 3 and len(seen) == 1 + 32 * len(took)
 
 
 def test_llm_one_fault_leaves_the_others_alone(endpoint):
