@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
@@ -23,8 +22,6 @@ from attention import SinkFlashCPU, SinkRun, pack_layout, sink_attention, sink_a
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 
-
-# ------------------------------------------------------------------------------------------ oracles
 
 def formula(q, k, v, sinks, mask, scale):
     """out_i = sum_j e^(x_ij - m) v_j / (sum_j e^(x_ij - m) + e^(s - m)), in the inputs' dtype. A dead row is 0."""
@@ -97,8 +94,6 @@ def eager(q, k, v, sinks, mask, scale):
     bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
     return eager_attention_forward(module, q, k, v, bias, scale)[0].transpose(1, 2)
 
-
-# ------------------------------------------------------------------------------------------ exactness
 
 def test_reference_on_paper():
     """A sink given a value, or a gradient lost through the log-sum-exp: one key, q=k=1, v=2, s=0 by hand.
@@ -339,18 +334,6 @@ def test_random_cases_match_reference(data):
         torch.testing.assert_close(a.double(), b, atol=4e-6 * max(unit, 1) * loose, rtol=1e-5, msg=name)
 
 
-def test_flex_forward_is_an_oracle_for_the_cpu_path():
-    """FlexAttention's own forward with its own mask builder agrees with the aten path where there is no sink."""
-    q, k, v, _, _ = tensors(300, 4, 2)
-    block = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 70), 1, 1, 300, 300, device="cpu")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = flex_attention(q, k, v, block_mask=block, enable_gqa=True)
-    torch.testing.assert_close(sink_attention(q, k, v, None, window=70), theirs, atol=2e-6, rtol=0)
-
-
-# ------------------------------------------------------------------------------------------ whole models
-
 def gpt_oss(attn="eager", window=8, hidden=64, layers=4, heads=8, **sizes):
     """A small GPT-OSS: sliding and full layers, 4 experts, and sinks that matter (they start near 0)."""
     torch.manual_seed(0)
@@ -477,6 +460,16 @@ def test_generate_equals_eager(build, cache):
     torch.testing.assert_close(torch.stack(runs[1].logits), torch.stack(runs[0].logits), atol=1e-5, rtol=0)
 
 
+def test_static_cache_without_a_mask():
+    """Slots that nobody wrote yet are attended where no attention_mask says how many there are."""
+    model, ids = use_sink_attention(gpt_oss()).eval(), tokens(1, 40)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 25), (25, 26), (26, 40))]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("pads", [0, 13])
 @pytest.mark.parametrize("window", [None, 8])
 def test_prefill_and_decode_equal_one_forward(window, pads):
@@ -569,8 +562,6 @@ def test_refusals_name_their_cause():
     with pytest.raises(ValueError, match="dropout"):
         model.train()(tokens(1, 5))
 
-
-# ------------------------------------------------------------------------------------------ memory and time
 
 def peak_bytes(function):
     """Peak of the CPU allocator above where it stood, from the profiler's own allocation events, kernels included."""

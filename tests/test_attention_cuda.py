@@ -3,12 +3,13 @@ CPU too), its block masks, its number of graphs and, under fake tensors, its mem
 """
 import math
 import random
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention as bare_flex
-from torch.nn.attention.flex_attention import AuxOutput, create_block_mask
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, flex_attention
 
 from attention import (SinkRun, compiled_flex, flex_bucket, flex_with_sink, pack_layout, sink_attention,
                        sink_block_mask, sink_flex, sink_logits, use_sink_attention)
@@ -50,7 +51,18 @@ def test_flex_arithmetic_matches_formula(window):
     assert max(errors(got, truth).values()) < 1e-6
 
 
-CASES = [(None, 1, 300, 300, None), (None, 2, 300, 300, 128), (None, 2, 100, 300, 50), (None, 1, 512, 512, 129),
+def test_flex_forward_is_an_oracle_for_the_cpu_path():
+    """FlexAttention's own forward with its own mask builder agrees with the aten path where there is no sink."""
+    q, k, v, _, _ = tensors(300, 4, 2)
+    block = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < 70), 1, 1, 300, 300, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = flex_attention(q, k, v, block_mask=block, enable_gqa=True)
+    torch.testing.assert_close(sink_attention(q, k, v, None, window=70), theirs, atol=2e-6, rtol=0)
+
+
+CASES = [(None, 1, 300, 300, None), (None, 2, 512, 512, None),
+         (None, 2, 300, 300, 128), (None, 2, 100, 300, 50), (None, 1, 512, 512, 129),
          ([(400, (100, 300)), (200, ()), (13, (4, 4, 100))], 1, 1121, 1121, None),
          ([(400, (100, 300)), (200, ()), (13, (4, 4, 100))], 1, 1121, 1121, 130)]
 
