@@ -65,7 +65,7 @@ def tau2_verdict(env):
     with as_in_a_fresh_process(env):
         try:
             return evaluate_simulation(run, env.task, EvaluationType.ALL, solo_mode=False, domain=env.domain)
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # an assertion about what is not there: a record, the APN settings
             return error
 
 
