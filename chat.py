@@ -211,7 +211,7 @@ def turn_closer(tokenizer) -> str:
 
 
 def render_chat(tokenizer, messages: list[dict], tools: list[dict], generation_prompt: bool) -> str:
-    """The chat template's text. Llama 3 is asked to keep tools in the system message: our talks open with a greeting."""
+    """The chat template's text. Llama 3 has to keep tools in the system message: our talks open with a greeting."""
     return tokenizer.apply_chat_template(messages, tools=tools or None, add_generation_prompt=generation_prompt,
                                          tokenize=False, tools_in_user_message=False)
 

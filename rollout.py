@@ -69,7 +69,8 @@ class Row:
         self.sampled, self.done = [], False
 
     def add(self, ids: list[int], sampled: int, log_probs: list[float]) -> None:
-        self.ids, self.mask, self.log_probs = self.ids + ids, self.mask + [sampled] * len(ids), self.log_probs + log_probs
+        self.ids, self.log_probs = self.ids + ids, self.log_probs + log_probs
+        self.mask = self.mask + [sampled] * len(ids)
 
     def gumbel(self, index: int, vocab: int, device: torch.device) -> Tensor:
         """(V,) noise for the index-th token of this row; drawn in blocks, each seeded by (key, block number)."""
@@ -306,7 +307,8 @@ class Talk:
         episode, row, start = self.episode, self.row or Row([]), len(self.episode.prompt_ids)
         if result := None if episode.outcome else self.guard("env_error", self.env.result):
             info = result[4]
-            episode.outcome, episode.fault, episode.reward_info = (info.get(k) for k in ("outcome", "fault", "reward_info"))
+            episode.outcome, episode.fault = info.get("outcome"), info.get("fault")
+            episode.reward_info = info.get("reward_info")
             episode.reward = float(result[1]) if episode.valid else 0.0
         episode.response_ids, episode.response_mask = row.ids[start:], row.mask[start:]
         episode.rollout_log_probs, episode.messages = row.log_probs[start:], list(getattr(self.env, "transcript", []))

@@ -446,8 +446,8 @@ def train(cfg: Config) -> Path:
                 append_row(metrics_file, row)
             print(console_line(row, cfg.steps), flush=True)
             if stopping:
-                raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or a non-finite "
-                                 f"update: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
+                raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or an update "
+                                 f"that is not finite: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
                                  + str(next((e.fault for e in episodes if e.fault), None)))
             if due(step + 1):
                 measure(step + 1)

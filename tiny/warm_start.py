@@ -27,9 +27,9 @@ from chat import load_chat
 from model import small_config
 from tiny.tasks_retail import make_tasks, retail_data
 
-# What the policy reads and writes: tiny/template.jinja. A message is one tagged block, so that a suffix renders like the
-# whole. Policy text and tool schemas are left out. Tool results are JSON in tau2; there each becomes one line: of an
-# order without address, options and empty fields, of a product the options before the id; a successful write is "ok".
+# What the policy reads and writes: tiny/template.jinja. A message is one tagged block, so that a suffix renders like
+# the whole. Policy text and tool schemas are left out. Tool results are JSON in tau2; there each becomes one line: of
+# an order without address, options and empty fields, of a product the options before the id; a write is "ok".
 SMALL_TEMPLATE = Path(globals().get("__file__", "tiny/warm_start.py")).resolve().parent / "template.jinja"
 SPECIAL_TOKENS = ("<|pad|>", "<|tiny|>", "<|end|>", "<|user|>", "<|tool|>", "<|assistant|>")
 # The fixed parts of a call are one token each: which call to make is one decision, the rest is copying.
