@@ -167,6 +167,8 @@ def do_nothing_reward(task: Task, domain: str = "retail") -> float:
     env = Tau2Env(domain, tasks=[task])
     env.begin(task.id, seed=0)
     env.end()
+    if env.outcome == "env_error":
+        raise RuntimeError(f"{domain} task {task.id} cannot be judged: {env.fault}")
     return env.reward
 
 
@@ -364,7 +366,7 @@ class Tau2Env(gymnasium.Env):
         unknown = [task_id for task_id in task_ids or [] if task_id not in found]
         if unknown or not found:
             raise ValueError(f"no task {unknown} in {domain}" + (f", split {split!r}" if tasks is None else ""))
-        self.tasks = {task_id: found[task_id] for task_id in task_ids or found}
+        self.tasks = {task_id: found[task_id] for task_id in (found if task_ids is None else task_ids)}
         self.policy, self.tools = self.shared.world.get_policy(), self.shared.tools
         self.tool_names = {tool["function"]["name"] for tool in self.tools}
         self.action_space, self.observation_space = AnyText(), AnyText()

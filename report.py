@@ -326,8 +326,8 @@ def report_main() -> None:
     try:
         print(compare_runs(args.run, args.compare) if args.compare else describe_run(args.run))
         print(write_html(args.run, args.limit) if args.html else plot_run(args.run))
-    except (FileNotFoundError, ValueError) as error:
-        parser.error(str(error))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        parser.error(f"{args.run}: {error}")
 
 
 if __name__ == "__main__" and "__file__" in globals():

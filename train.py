@@ -12,6 +12,7 @@ Dimensions: P tasks a step, G group size, B = P * G episodes, T tokens of a row.
 import dataclasses
 import gc
 import json
+import math
 import random
 import resource
 import signal
@@ -94,16 +95,20 @@ class Config:
     eval_trials: int | None = None  # sampled episodes of each; pass^k for every k up to this (by policy)
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, wanted = getattr(self, field.name), field.type
+            if not isinstance(value, wanted) and not (isinstance(value, int) and isinstance(float(value), wanted)):
+                raise ValueError(f"--{field.name.replace('_', '-')} {value!r} is not of type {wanted}")
         for name, allowed in ALLOWED.items():
             if getattr(self, name) not in allowed:
                 choices = ", ".join(a for a in allowed if a)
                 raise ValueError(f"--{name} {getattr(self, name)!r} is unknown; allowed: {choices}")
         for name, least in LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:  # NaN is not
+            if value is not None and not least <= value < math.inf:  # NaN is not
                 why = "; its mean reward is the baseline" if name == "group_size" else ""
                 raise ValueError(f"--{name.replace('_', '-')} {value}: at least {least}{why}")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"--temperature {self.temperature}: above 0 (evaluation is greedy as well by itself)")
         if self.tasks == "synthetic" and self.env != "retail":
             raise ValueError(f"--tasks synthetic is retail only, not --env {self.env}")
@@ -144,6 +149,8 @@ def resolve(cfg: Config, preset: str, name: str) -> Config:
     filled = {k: v for k, v in PRESETS[preset].items() if getattr(cfg, k) is None} | {"model": name}
     if cfg.tasks == "auto":
         filled["tasks"] = "synthetic" if preset == "tiny" and cfg.env == "retail" else "tau2"
+    if cfg.env == "mock" and cfg.split == "train":
+        filled["split"] = "base"  # the mock domain has no other
     return dataclasses.replace(cfg, **filled)
 
 
@@ -153,6 +160,8 @@ def parse_args(argv: list[str]) -> Config:
     for i, word in enumerate(argv):
         if word == "--resume" or word.startswith("--resume="):
             run = word.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
+            if not run:
+                raise BadInput("--resume needs the folder of a run, such as runs/NAME")
             default = read_config(Path(run))
     return tyro.cli(Config, default=default, args=argv, description=__doc__)
 
@@ -161,9 +170,11 @@ def read_config(run_dir: Path) -> Config:
     path = run_dir / "config.json"
     if not path.is_file():
         raise BadInput(f"--resume {run_dir}: no config.json there; give the folder of a run, such as runs/NAME")
-    known = {f.name for f in dataclasses.fields(Config)}
-    saved = json.loads(path.read_text())
-    return Config(**{k: v for k, v in saved.items() if k in known})
+    try:
+        saved = json.loads(path.read_text())
+        return Config(**saved)
+    except (ValueError, TypeError) as fault:
+        raise BadInput(f"{path} is not the config of a run: {fault}") from fault
 
 
 def load_tasks(cfg: Config) -> tuple[list, list]:
@@ -222,8 +233,11 @@ def within_memory(limit: list[int], floor: int, what: str, call):
             return call(limit[0])
         except (RuntimeError, MemoryError) as fault:
             known = isinstance(fault, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(fault)  # CPU
-            if not known or limit[0] // 2 < floor:
+            if not known:
                 raise
+            if limit[0] // 2 < floor:
+                raise RunStopped(f"out of memory with {limit[0]} {what}; try a smaller --max-context, "
+                                 "--max-new-tokens or --group-size") from fault
         gc.collect()  # outside the except clause, where the traceback no longer holds the tensors
         limit[0] //= 2
         print(f"out of memory; from now on at most {limit[0]} {what}", flush=True)
@@ -320,6 +334,8 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
     if cfg.ref_copy:
         reference = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=0, attn=cfg.attn).model
         reference.requires_grad_(False)
+    if cfg.kl_coef and reference is None and policy.lora_rank == 0:
+        raise ValueError(f"--kl-coef {cfg.kl_coef} with full weights needs --ref-copy (with LoRA the base is at hand)")
     chat = load_chat(policy.tokenizer)
     scores = {}  # task id -> reward for doing nothing, computed when first asked for
     by_id = {t.id: t for t in train_tasks + eval_tasks}
@@ -345,6 +361,8 @@ def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
         run_dir = Path(cfg.run_dir or f"runs/{cfg.env}-{time.strftime('%Y%m%d-%H%M%S')}")
         if (run_dir / "config.json").exists():
             raise BadInput(f"--run-dir {run_dir} holds a run already; use --resume {run_dir} or another folder")
+        if run_dir.exists() and any(run_dir.iterdir()):
+            raise BadInput(f"--run-dir {run_dir} is not empty; give a new folder")
         run_dir.mkdir(parents=True, exist_ok=True)
         write_config(cfg, run_dir)
         (run_dir / "metrics.jsonl").touch()
@@ -360,9 +378,14 @@ def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
         if old != new:
             print(f"resume: --{name.replace('_', '-')} changes from {old!r} to {new!r}")
     state = load_checkpoint(checkpoint, world["policy"].model, world["optimizer"])
+    if cfg.eval_only:  # measured where it stands; the run's own files stay as they are, but for the new row
+        return run_dir, state["step"], state
+    if cfg.steps < state["step"]:
+        raise BadInput(f"--steps {cfg.steps}: {run_dir} has done {state['step']} already")
     torch.set_rng_state(state["torch_rng"])
     for group in world["optimizer"].param_groups:
         group["lr"] = cfg.lr  # the typed value wins over the stored one
+    (run_dir / "metrics.jsonl").touch()
     rows = [r for r in read_rows(run_dir / "metrics.jsonl") if r["step"] <= state["step"]]
     if state["row"] and not any(r["step"] == state["step"] and "reward_mean" in r for r in rows):
         rows.append(state["row"])  # killed between checkpoint and row
@@ -404,7 +427,9 @@ def train(cfg: Config) -> Path:
             return  # resumed right after an evaluation
         row = evaluate(cfg, world, step, run_dir)
         append_row(metrics_file, row)
-        low, high = row["eval_ci95"] or (float("nan"),) * 2
+        if row["eval_ci95"] is None:
+            raise RunStopped(f"every episode of the evaluation faulted: {row['eval_outcome_counts']}")
+        low, high = row["eval_ci95"]
         print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] "
               f"greedy {row['eval_greedy']} doing nothing {row['eval_do_nothing']} "
               f"({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
@@ -415,6 +440,8 @@ def train(cfg: Config) -> Path:
 
     row = state.get("row")
     try:
+        if not cfg.resume and not cfg.eval_only:
+            checkpoint(0, None)  # so that a run killed in its first steps can be resumed
         if cfg.eval_only or due(first_step):
             measure(first_step)
         for step in range(first_step, 0 if cfg.eval_only else cfg.steps):
@@ -440,15 +467,15 @@ def train(cfg: Config) -> Path:
                 save_episodes(run_dir / "episodes" / f"step_{step + 1:06d}.jsonl", episodes, policy.tokenizer)
                 streak["faults"] = streak["faults"] + 1 if row["faults"] > len(episodes) / 2 else 0
                 streak["skipped"] = streak["skipped"] + 1 if row["skipped_updates"] else 0
-                stopping = max(streak.values()) >= FAULT_STEPS
+                stopping = max(streak.values()) >= min(FAULT_STEPS, cfg.steps)
                 if stopping or (step + 1) % cfg.checkpoint_every == 0 or step + 1 == cfg.steps:
                     checkpoint(step + 1, row)
                 append_row(metrics_file, row)
             print(console_line(row, cfg.steps), flush=True)
             if stopping:
                 raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or an update "
-                                 f"that is not finite: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, first fault: "
-                                 + str(next((e.fault for e in episodes if e.fault), None)))
+                                 f"that is not finite: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, "
+                                 f"first fault: {next((e.fault for e in episodes if e.fault), None)}")
             if due(step + 1):
                 measure(step + 1)
             plot_run(run_dir)
@@ -458,8 +485,11 @@ def train(cfg: Config) -> Path:
         raise RunStopped(f"a file could not be written: {fault}; earlier checkpoints are intact") from fault
     except KeyboardInterrupt:
         done = row["step"] if row else first_step
-        if done > first_step:
-            checkpoint(done, row)
+        try:
+            if done > first_step:
+                checkpoint(done, row)
+        except OSError as fault:
+            print(f"no checkpoint of step {done}: {fault}")
         print(f"interrupted after step {done}; carry on with: python train.py --resume {run_dir}", flush=True)
         raise
     print(run_dir)
@@ -491,8 +521,11 @@ def console_line(row: dict, steps: int) -> str:
     counts = " ".join(f"{k} {v}" for k, v in row["outcome_counts"].items())
     reward = "none" if row["reward_mean"] is None else f"{row['reward_mean']:.3f}"
     line = f"step {row['step']}/{steps} reward {reward} (doing nothing {row['do_nothing']:.3f}) {counts}"
+    if row["faults"]:
+        line += f" | {row['faults']} FAULTS"
     if row["loss"] is None and not row["skipped_updates"]:
-        return line + " | all groups equal, nothing learned this step"
+        equal = row["faults"] < row["episodes"]
+        return line + (" | all groups equal, nothing learned this step" if equal else " | nothing learned this step")
     if row["skipped_updates"]:
         return line + " | loss or gradient not finite, update skipped"
     return line + (f" | loss {row['loss']:+.1e} grad {row['grad_norm']:.3f} entropy {row['entropy']:.3f} "

@@ -670,16 +670,18 @@ class ReplayUser:
         if record is None and not self.path.exists():
             raise ValueError(f"no recorded conversations at {self.path}")
         text = self.path.read_text() if self.path.exists() else ""
-        if record and not text.endswith("\n"):  # new, or from a run that was killed while it wrote
-            text = text[:text.rfind("\n") + 1]
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(text)
-        for number, line in enumerate(text.splitlines(), 1):
+        lines = text.splitlines()
+        torn = record is not None and bool(text) and not text.endswith("\n")  # a run was killed while it wrote
+        torn = torn and (len(lines) > 1 or text.startswith('{"key": '))  # or this is no record at all
+        for number, line in enumerate(lines[:-1] if torn else lines, 1):
             try:
                 row = json.loads(line)
                 self.turns[row["key"]] = UserTurn(**row["turn"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number}: not a recorded turn ({error})") from None
+        if record:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text[:text.rfind("\n") + 1] if torn else text)
 
     def reply(self, conversations: list) -> list[UserTurn]:
         keys = [conversation_hash(c, c.messages) for c in conversations]

@@ -72,7 +72,7 @@ def lines(name):
     return len((ROOT / name).read_text().splitlines())
 
 
-@pytest.mark.parametrize("files, most", [(CARD, 2450), (HELPERS, 1625), (TINY + ["tiny/__init__.py"], 900)])
+@pytest.mark.parametrize("files, most", [(CARD, 2475), (HELPERS, 1625), (TINY + ["tiny/__init__.py"], 900)])
 def test_line_budgets(files, most):
     """Guards the promise that the whole can be read in an afternoon."""
     assert sum(lines(f) for f in files) <= most, {f: lines(f) for f in files}

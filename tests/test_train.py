@@ -87,6 +87,10 @@ def test_seeded_rewards_change_the_weights(tmp_path, monkeypatch):
     (["--user", "llm"], ["--user-model"]),
     (["--user", "replay", "--user-replay", "no-such-record.jsonl"], ["no-such-record.jsonl"]),
     (["--user", "policy"], ["--ref-copy"]),
+    (["--lr", "inf"], ["inf", "--lr"]),
+    (["--kl-coef", "0.1"], ["0.1", "--ref-copy"]),
+    (["--resume", ""], ["--resume", "folder"]),
+    (["--env", "mock", "--split", "test"], ["test", "mock", "base"]),
 ])
 def test_bad_input_is_one_clear_line_and_exit_code_2(argv, words, capsys, monkeypatch, tmp_path):
     """A traceback for a typo sends newcomers away."""
@@ -124,6 +128,47 @@ def test_resume_without_checkpoint_is_named(tmp_path, capsys):
         checkpoint.rmdir()
     assert main(["--resume", str(run)]) == 2
     assert "checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{\"env\": \"ret", "[1]", "{\"steps\": \"two\"}", "{\"env\": null}", "{\"wibble\": 3}",
+                                  "{\"max_turns\": 3.5}"])
+def test_a_broken_config_is_one_line(tmp_path, capsys, text):
+    """--resume of a run whose config.json was torn or edited: a traceback says nothing to its owner."""
+    (tmp_path / "config.json").write_text(text)
+    assert main(["--resume", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "config.json" in err and len(err.strip().splitlines()) == 1
+
+
+def test_run_folders_are_not_mixed(tmp_path, capsys):
+    """A folder with other files in it: an older checkpoint there would win over the new ones."""
+    (tmp_path / "ckpt_000900").mkdir()
+    assert main(["--run-dir", str(tmp_path)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_measuring_a_run_leaves_it_as_it_was(tmp_path, capsys):
+    """--eval-only --resume must not turn the run into one that only evaluates, nor cut its rows."""
+    run = train(Config(steps=2, checkpoint_every=9, run_dir=str(tmp_path / "run"), **SMALL))
+    before, config = read_rows(run / "metrics.jsonl"), (run / "config.json").read_text()
+    assert main(["--resume", str(run), "--eval-only", "--eval-tasks", "1"]) == 0
+    rows = read_rows(run / "metrics.jsonl")
+    assert rows[:-1] == before and rows[-1]["eval_tasks"] == 1 and (run / "config.json").read_text() == config
+    assert main(["--resume", str(run), "--steps", "1"]) == 2 and "has done 2 already" in capsys.readouterr().err
+    assert main(["--resume", str(run), "--steps", "3"]) == 0
+    assert read_rows(run / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_a_run_stopped_before_its_first_step_resumes(tmp_path, monkeypatch):
+    """Killed in the first steps, a run could be neither resumed nor started again in the same folder."""
+    real = loop.collect
+    monkeypatch.setattr(loop, "collect", lambda **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    argv = ["--tasks-per-step", "2", "--group-size", "2", "--eval-every", "0", "--max-turns", "4", "--steps", "1",
+            "--run-dir", str(tmp_path / "run")]
+    assert main(argv) == 130
+    monkeypatch.setattr(loop, "collect", real)
+    assert main(["--resume", str(tmp_path / "run")]) == 0
+    assert [r["step"] for r in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1]
 
 
 def test_task_sampler_is_a_function_of_seed_and_step():

@@ -680,3 +680,13 @@ def test_replay_file_errors(tmp_path):
     path = tmp_path / "new folder" / "empty.jsonl"
     assert ReplayUser(path, record=Broken()).reply([conversation(CANCEL)])[0].fault == "no"
     assert path.read_text() == ""
+
+
+def test_recording_never_empties_somebody_elses_file(tmp_path):
+    """A mistyped --user-record on a file without a final newline used to be cut to nothing."""
+    path = tmp_path / "precious.json"
+    for text in ('{"my": "precious file"}', 'notes\nmore notes', '{"a": 1}\n{"b"'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a recorded turn"):
+            ReplayUser(path, record=ScriptedUser())
+        assert path.read_text() == text
