@@ -1,4 +1,5 @@
 """The whole loop, in process and killed from outside, on real tau2 tasks with small policies."""
+import functools
 import json
 import multiprocessing
 import os
@@ -187,20 +188,21 @@ def test_typed_flags_win_over_the_resumed_config(tmp_path):
 
 
 def test_faults_stop_the_run_with_a_checkpoint(tmp_path, monkeypatch, capsys):
-    """A dead customer must not become three thousand rewards of zero."""
-    class DeadUser:
-        name = "dead"
-
-        def reply(self, conversations):
-            raise ConnectionError("endpoint is down")
-    monkeypatch.setattr(loop, "ScriptedUser", DeadUser)
+    """A dead LLM endpoint must not become three thousand rewards of zero."""
+    quick = functools.partial(loop.LLMUser, pause_s=0.01, timeout_s=2.0)
+    monkeypatch.setattr(loop, "LLMUser", quick)
+    dead = dict(user="llm", user_model="nobody", user_base_url="http://127.0.0.1:9/v1")
     with pytest.raises(RunStopped, match="user_error"):
-        train(Config(steps=9, run_dir=str(tmp_path / "run"), **SMALL))
+        train(Config(steps=9, run_dir=str(tmp_path / "run"), **SMALL | dead))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [r["faults"] for r in rows] == [4, 4, 4] and all(r["reward_mean"] is None for r in rows)
     assert latest_checkpoint(tmp_path / "run").name == "ckpt_000003"
-    assert main(["--run-dir", str(tmp_path / "again"), "--steps", "9", "--tasks-per-step", "2", "--group-size", "2",
-                 "--eval-every", "0"]) == 1
+    out = capsys.readouterr().out
+    assert "4 FAULTS" in out and "all groups equal" not in out
+    assert main(["--run-dir", str(tmp_path / "again"), "--steps", "1", "--tasks-per-step", "2", "--group-size", "2",
+                 "--eval-every", "0", "--user", "llm", "--user-model", "nobody",
+                 "--user-base-url", "http://127.0.0.1:9/v1"]) == 1
+    assert "run stopped" in capsys.readouterr().err
 
 
 def test_nonfinite_updates_stop_the_run(tmp_path, monkeypatch):
