@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train as loop
 from model import latest_checkpoint
@@ -275,49 +276,62 @@ def child_run(argv, coin):
     sys.exit(child.main(argv))
 
 
+def progress(run):
+    """Names of the run's checkpoints, to see that a step has been finished."""
+    return sorted(p.name for p in run.glob("ckpt_*"))
+
+
 @pytest.mark.slow
 def test_killed_twenty_times_ends_with_the_same_rows(tmp_path):
-    """SIGKILL at random moments, also in a checkpoint write and in a plot: every stable number of metrics.jsonl equal."""
+    """SIGKILL at random moments, also in a checkpoint write and in a plot: every stable number of metrics.jsonl equal.
+
+    Each kill comes at most one finished step after the restart, so the run cannot end before the twentieth.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["train"])
-    sizes = ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4", "--eval-every", "3", "--max-turns", "5",
-             "--max-new-tokens", "16", "--checkpoint-every", "2", "--steps", "8"]
+    sizes = ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4", "--eval-every", "6", "--max-turns", "4",
+             "--max-new-tokens", "12", "--checkpoint-every", "1", "--steps", "24"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    started = time.time()
     child = context.Process(target=child_run, args=(sizes + ["--run-dir", str(whole)], True))
     child.start()
     child.join()
     assert child.exitcode == 0
-    pace = (time.time() - started) / 8
-    rng, kills, argv = random.Random(5), 0, sizes + ["--run-dir", str(killed)]
-    for attempt in range(400):
+    rng, kills, moments, argv = random.Random(5), 0, [], sizes + ["--run-dir", str(killed)]
+    while True:
+        before = progress(killed)
         child = context.Process(target=child_run, args=(argv, True))
         child.start()
-        wait_for = rng.choice(["time", "time", "ckpt", "plot"]) if kills < 20 else None
-        deadline = time.time() + rng.uniform(0.3, 4.0) * pace + 2
+        moment = rng.choice(["any time", "after a step", "in a checkpoint", "in a plot"])
+        deadline = time.time() + (rng.uniform(0.5, 8.0) if moment == "any time" else 60.0)
         while child.is_alive() and kills < 20 and time.time() < deadline:
-            if wait_for == "ckpt" and any(p.name.startswith((".", "tmp")) or p.name.endswith(".tmp")
-                                          for p in killed.glob("*ckpt*")):
+            stepped = progress(killed) != before
+            if moment == "in a checkpoint" and any(killed.glob(".ckpt_*")):
                 break
-            if wait_for == "plot" and any(killed.glob("*plots*tmp*")):
+            if moment == "in a plot" and (killed / ".plots.tmp.png").exists():
                 break
-            time.sleep(0.002)
+            if stepped and moment in ("any time", "after a step"):
+                time.sleep(rng.uniform(0.0, 0.5))
+                break
+            time.sleep(0.0005)
         if child.is_alive() and kills < 20:
             os.kill(child.pid, signal.SIGKILL)
             kills += 1
+            moments.append(moment)
         child.join()
         if child.exitcode == 0:
             break
-        try:
-            latest_checkpoint(killed)
-            argv = ["--resume", str(killed)]
-        except OSError:  # killed before the first checkpoint: start over, as a person would
+        assert child.exitcode == -signal.SIGKILL, child.exitcode
+        argv = ["--resume", str(killed)]
+        if not progress(killed):  # killed before its first checkpoint: start over, as a person would
             subprocess.run(["rm", "-rf", str(killed)], check=True)
             argv = sizes + ["--run-dir", str(killed)]
-    assert kills >= 20 and child.exitcode == 0
+    assert kills == 20 and set(moments) == {"any time", "after a step", "in a checkpoint", "in a plot"}
     left, right = stable(read_rows(whole / "metrics.jsonl")), stable(read_rows(killed / "metrics.jsonl"))
     assert left == right
     assert max(r["grad_norm"] or 0 for r in left if "grad_norm" in r) > 0
+    moments_of = [load_file(latest_checkpoint(run) / "optimizer.safetensors") for run in (whole, killed)]
+    assert all(torch.equal(value, moments_of[1][name]) for name, value in moments_of[0].items())
+    assert any(value.abs().max() > 0 for name, value in moments_of[0].items() if name.endswith("exp_avg"))
 
 
 def test_ctrl_c_leaves_a_run_that_resumes(tmp_path):
