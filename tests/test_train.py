@@ -23,16 +23,18 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(tasks_per_step=2, group_size=2, eval_tasks=2, max_turns=6, max_new_tokens=24, eval_every=0)
 
 
-def seeded_reward(monkeypatch):
-    """tau2's verdict replaced by a coin of (task, sibling): something to learn from, whatever the policy does."""
-    real = loop.collect
-
+def coin_judged(real):
+    """`collect` with tau2's verdict replaced by a coin of (task, sibling, step): something to learn from, always."""
     def judged(**kwargs):
         episodes, stats = real(**kwargs)
         for e in episodes:
             e.reward = float(random.Random(f"{e.task_id}/{e.sibling}/{kwargs['step']}").random() < 0.5)
         return episodes, stats
-    monkeypatch.setattr(loop, "collect", judged)
+    return judged
+
+
+def seeded_reward(monkeypatch):
+    monkeypatch.setattr(loop, "collect", coin_judged(loop.collect))
 
 
 def test_two_steps_on_real_retail_tasks(tmp_path, capsys):
@@ -259,21 +261,12 @@ def stable(rows):
     return [{k: v for k, v in row.items() if not METRICS[k].volatile} for row in rows]
 
 
-def child_run(argv, coin):
-    """A training process to be killed; `coin` replaces the reward so that there is something to lose."""
-    import train as child
-    real = child.collect
-
-    def judged(**kwargs):
-        episodes, stats = real(**kwargs)
-        for e in episodes:
-            e.reward = float(random.Random(f"{e.task_id}/{e.sibling}/{kwargs['step']}").random() < 0.5)
-        return episodes, stats
-    if coin:
-        child.collect = judged
+def child_run(argv):
+    """A training process to be killed; the coin replaces the reward so that there is something to lose."""
+    loop.collect = coin_judged(loop.collect)
     sys.stdout = open(os.devnull, "w")
     sys.stderr = open(os.devnull, "w")
-    sys.exit(child.main(argv))
+    sys.exit(loop.main(argv))
 
 
 def progress(run):
@@ -292,14 +285,14 @@ def test_killed_twenty_times_ends_with_the_same_rows(tmp_path):
     sizes = ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4", "--eval-every", "6", "--max-turns", "4",
              "--max-new-tokens", "12", "--checkpoint-every", "1", "--steps", "24"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    child = context.Process(target=child_run, args=(sizes + ["--run-dir", str(whole)], True))
+    child = context.Process(target=child_run, args=(sizes + ["--run-dir", str(whole)],))
     child.start()
     child.join()
     assert child.exitcode == 0
     rng, kills, moments, argv = random.Random(5), 0, [], sizes + ["--run-dir", str(killed)]
     while True:
         before = progress(killed)
-        child = context.Process(target=child_run, args=(argv, True))
+        child = context.Process(target=child_run, args=(argv,))
         child.start()
         moment = rng.choice(["any time", "after a step", "in a checkpoint", "in a plot"])
         deadline = time.time() + (rng.uniform(0.5, 8.0) if moment == "any time" else 60.0)
