@@ -10,16 +10,10 @@ Dropped: the critic, the reward model (tau2's verifiable reward takes its place)
 Dimensions: P tasks a step, G group size, B = P * G episodes, T tokens of a row.
 """
 import dataclasses
-import gc
-import json
 import math
 import random
-import resource
-import signal
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +24,11 @@ from transformers.utils import logging as transformers_logging
 from attention import pack_layout
 from chat import load_chat
 from grpo import group_advantages, update_policy
-from model import latest_checkpoint, load_checkpoint, load_policy, save_checkpoint, save_policy
+from model import load_policy, save_checkpoint, save_policy
 from report import append_row, eval_summary, plot_run, read_rows
 from rollout import Row, collect, generate_turns, to_batch
+from run_folder import BadInput, RunStopped, interrupt_later, memory_gib, within_memory
+from run_folder import open_run, read_config, save_episodes
 from tiny.tasks_retail import make_tasks
 from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser
 
@@ -131,17 +127,7 @@ PRESETS = {
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
                  eval_trials=4),
 }
-FIXED_ON_RESUME = ("env", "split", "tasks", "model", "lora_rank", "dtype", "attn", "seed", "group_size",
-                   "tasks_per_step", "user", "loss", "temperature")
 FAULT_STEPS = 3  # so many bad steps in a row stop the run
-
-
-class BadInput(ValueError):
-    """The command line, a file or an installation is at fault, not the code: one line, exit code 2."""
-
-
-class RunStopped(RuntimeError):
-    """The run cannot go on by itself (faults, non-finite updates, full disk): one line, exit code 1."""
 
 
 def resolve(cfg: Config, preset: str, name: str) -> Config:
@@ -162,19 +148,8 @@ def parse_args(argv: list[str]) -> Config:
             run = word.partition("=")[2] or (argv[i + 1] if i + 1 < len(argv) else "")
             if not run:
                 raise BadInput("--resume needs the folder of a run, such as runs/NAME")
-            default = read_config(Path(run))
+            default = read_config(Path(run), Config)
     return tyro.cli(Config, default=default, args=argv, description=__doc__)
-
-
-def read_config(run_dir: Path) -> Config:
-    path = run_dir / "config.json"
-    if not path.is_file():
-        raise BadInput(f"--resume {run_dir}: no config.json there; give the folder of a run, such as runs/NAME")
-    try:
-        saved = json.loads(path.read_text())
-        return Config(**saved)
-    except (ValueError, TypeError) as fault:
-        raise BadInput(f"{path} is not the config of a run: {fault}") from fault
 
 
 def load_tasks(cfg: Config) -> tuple[list, list]:
@@ -209,40 +184,6 @@ def make_user(cfg: Config, policy, chat, reference):
     return ReplayUser(cfg.user_record, record=user) if cfg.user_record else user
 
 
-def save_episodes(path: Path, episodes: list, tokenizer) -> None:
-    """One JSON object a line: the Episode, and its text in runs of sampled (1) or given (0) tokens."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    with open(aside, "w") as file:
-        for episode in episodes:
-            ids, mask = episode.prompt_ids + episode.response_ids, [0] * len(episode.prompt_ids) + episode.response_mask
-            cuts = [0] + [t for t in range(1, len(ids)) if mask[t] != mask[t - 1]] + [len(ids)]
-            tokens = [[tokenizer.decode(ids[a:b]), mask[a]] for a, b in zip(cuts, cuts[1:]) if a < b]
-            file.write(json.dumps(dataclasses.asdict(episode) | {"tokens": tokens}, default=str) + "\n")
-    aside.replace(path)
-
-
-def within_memory(limit: list[int], floor: int, what: str, call):
-    """call(limit[0]); when memory runs out, the limit is halved for good and the call made again.
-
-    Rollout: episodes at once, which the episodes do not depend on. Update: tokens of a micro-batch; the gradient is
-    the same. Neither leaves anything behind when it fails.
-    """
-    while True:
-        try:
-            return call(limit[0])
-        except (RuntimeError, MemoryError) as fault:
-            known = isinstance(fault, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(fault)  # CPU
-            if not known:
-                raise
-            if limit[0] // 2 < floor:
-                raise RunStopped(f"out of memory with {limit[0]} {what}; try a smaller --max-context, "
-                                 "--max-new-tokens or --group-size") from fault
-        gc.collect()  # outside the except clause, where the traceback no longer holds the tensors
-        limit[0] //= 2
-        print(f"out of memory; from now on at most {limit[0]} {what}", flush=True)
-
-
 def act(cfg: Config, world: dict, make_env, task_ids: list[str], group_size: int, temperature: float, step: int,
         title: str) -> tuple[list, dict]:
     """`rollout.collect` with this run's policy, customer and limits: the episodes, task by task, and statistics."""
@@ -272,33 +213,6 @@ def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
 
 def mean_or_none(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def memory_gib(device: torch.device) -> dict:
-    """Peak VRAM since the last call, the card's total, and the process' peak resident memory. VRAM is null on a CPU."""
-    scale = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss is bytes on macOS, KiB on Linux
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
-    if device.type != "cuda":
-        return {"vram": None, "total": None, "rss": round(rss, 3)}
-    peak, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.reset_peak_memory_stats(device)
-    return {"vram": round(peak / 2**30, 3), "total": round(total / 2**30, 3), "rss": round(rss, 3)}
-
-
-@contextmanager
-def interrupt_later():
-    """Hold Ctrl-C back while weights, rows and checkpoint change together; it is raised when they agree again."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = []
-    before = signal.signal(signal.SIGINT, lambda *_: asked.append(True))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if asked:
-        raise KeyboardInterrupt
 
 
 def learn(cfg: Config, world: dict, episodes: list) -> dict:
@@ -353,54 +267,6 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
         train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
         batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
-
-
-def open_run(cfg: Config, world: dict) -> tuple[Path, int, dict]:
-    """The run folder, the first step to do, and the state of the checkpoint that it goes on from."""
-    if not cfg.resume:
-        run_dir = Path(cfg.run_dir or f"runs/{cfg.env}-{time.strftime('%Y%m%d-%H%M%S')}")
-        if (run_dir / "config.json").exists():
-            raise BadInput(f"--run-dir {run_dir} holds a run already; use --resume {run_dir} or another folder")
-        if run_dir.exists() and any(run_dir.iterdir()):
-            raise BadInput(f"--run-dir {run_dir} is not empty; give a new folder")
-        run_dir.mkdir(parents=True, exist_ok=True)
-        write_config(cfg, run_dir)
-        (run_dir / "metrics.jsonl").touch()
-        return run_dir, 0, {}
-    run_dir = Path(cfg.resume)
-    checkpoint = latest_checkpoint(run_dir)
-    before = read_config(run_dir)
-    for name in (f.name for f in dataclasses.fields(cfg) if f.name not in ("resume", "run_dir")):
-        old, new = getattr(before, name), getattr(cfg, name)
-        if old != new and name in FIXED_ON_RESUME:
-            raise BadInput(f"--resume {run_dir}: --{name.replace('_', '-')} was {old!r}, now {new!r}; "
-                           "that would be another run, so start a new one")
-        if old != new:
-            print(f"resume: --{name.replace('_', '-')} changes from {old!r} to {new!r}")
-    state = load_checkpoint(checkpoint, world["policy"].model, world["optimizer"])
-    if cfg.eval_only:  # measured where it stands; the run's own files stay as they are, but for the new row
-        return run_dir, state["step"], state
-    if cfg.steps < state["step"]:
-        raise BadInput(f"--steps {cfg.steps}: {run_dir} has done {state['step']} already")
-    torch.set_rng_state(state["torch_rng"])
-    for group in world["optimizer"].param_groups:
-        group["lr"] = cfg.lr  # the typed value wins over the stored one
-    (run_dir / "metrics.jsonl").touch()
-    rows = [r for r in read_rows(run_dir / "metrics.jsonl") if r["step"] <= state["step"]]
-    if state["row"] and not any(r["step"] == state["step"] and "reward_mean" in r for r in rows):
-        rows.append(state["row"])  # killed between checkpoint and row
-    aside = run_dir / "metrics.jsonl.tmp"
-    aside.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    aside.replace(run_dir / "metrics.jsonl")
-    write_config(cfg, run_dir)
-    print(f"resume: {checkpoint.name}, going on from step {state['step']}")
-    return run_dir, state["step"], state
-
-
-def write_config(cfg: Config, run_dir: Path) -> None:
-    aside = run_dir / "config.json.tmp"
-    aside.write_text(json.dumps(dataclasses.asdict(cfg) | {"resume": None, "run_dir": str(run_dir)}, indent=1))
-    aside.replace(run_dir / "config.json")
 
 
 def train(cfg: Config) -> Path:

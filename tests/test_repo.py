@@ -10,18 +10,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD = ["train.py", "rollout.py", "grpo.py", "attention.py", "env_tau2.py", "bench_memory.py"]
-HELPERS = ["chat.py", "users.py", "model.py", "report.py"]
+HELPERS = ["chat.py", "users.py", "model.py", "report.py", "run_folder.py"]
 TINY = ["tiny/tasks_retail.py", "tiny/warm_start.py"]
 FILES = CARD + HELPERS + TINY
 # DESIGN.md's table: who may import whom. "all" needs no entry; tiny/ may use every room.
 MAY_IMPORT = {
     "rollout.py": set(), "grpo.py": set(), "attention.py": set(), "env_tau2.py": set(), "chat.py": set(),
-    "users.py": set(), "report.py": set(), "model.py": {"attention"}, "bench_memory.py": {"attention", "grpo", "model"},
+    "users.py": set(), "report.py": set(), "model.py": {"attention"}, "run_folder.py": {"model", "report"},
+    "bench_memory.py": {"attention", "grpo", "model"},
 }
 LOCAL = {Path(f).stem for f in CARD + HELPERS} | {"tiny"}
 # Bottom first, as a notebook would have them: every file after those it uses.
 PASTE_ORDER = ["attention.py", "chat.py", "env_tau2.py", "grpo.py", "users.py", "report.py", "rollout.py", "model.py",
-               "tiny/tasks_retail.py", "train.py", "tiny/warm_start.py", "bench_memory.py"]
+               "run_folder.py", "tiny/tasks_retail.py", "train.py", "tiny/warm_start.py", "bench_memory.py"]
 
 
 def tree_of(name):
@@ -94,7 +95,8 @@ def test_every_config_field_is_read():
     """A flag that nothing reads is a lie in --help."""
     from train import Config
     tree = tree_of("train.py")
-    read = {n.attr for f in tree.body if isinstance(f, ast.FunctionDef) for n in ast.walk(f)
+    read = {n.attr for f in tree.body + tree_of("run_folder.py").body if isinstance(f, ast.FunctionDef)
+            for n in ast.walk(f)
             if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "cfg"}
     config = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config")
     properties = [n for n in config.body if isinstance(n, ast.FunctionDef) and n.decorator_list]
