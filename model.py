@@ -5,7 +5,6 @@ projections or all weights trainable, the expert router frozen, and a head that 
 """
 import hashlib
 import json
-import os
 import shutil
 import urllib.error
 import urllib.request
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GptOssConfig, Mxfp4Config
 
 from attention import use_sink_attention
+from machine import sync_paths, unseen_card, usable_cards
 
 SMALL_POLICY = Path(globals().get("__file__", "model.py")).resolve().parent / "tiny" / "policy"
 # What --model auto takes, best first: GiB that must be free, name. gpt-oss-20b alone is 39 GiB in bf16.
@@ -58,7 +58,7 @@ def free_card_gib(device: torch.device) -> float | None:
 def choose_policy(device: torch.device) -> tuple[str, str]:
     """(name, reason) of what --model auto runs: the best of AUTO_LADDER that fits, else the small policy."""
     if (free := free_card_gib(device)) is None:
-        return "tiny", "the small policy, since there is no CUDA device"
+        return "tiny", f"the small policy, since {unseen_card() or 'there is no CUDA device'}"
     for need, name in AUTO_LADDER:
         if free >= need:
             return name, f"{free:.0f} GiB free on the card, it needs {need}"
@@ -78,7 +78,9 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
     Raises: ValueError or FileNotFoundError, in one line: a value that is not allowed, no such model, no hub, a head
         or an attention path that would give other log-probs than the model's own.
     """
-    cards = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    cards = usable_cards()
+    if device.startswith("cuda") and not cards and unseen_card():
+        raise ValueError(f"device {device!r}: {unseen_card()}")
     for label, value, allowed in (("dtype", dtype or "auto", ("auto", *POLICY_DTYPES)),
                                   ("attention path", attn, ("sinkflex", "eager", "sdpa")),
                                   ("device", device, ("auto", "cpu", *["cuda"][:len(cards)], *cards))):
@@ -86,6 +88,8 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
             raise ValueError(f"{label} {value!r} is unknown; allowed: {', '.join(allowed)}")
     where = torch.device(("cuda" if cards else "cpu") if device == "auto" else device)
     chosen, reason = choose_policy(where) if name == "auto" else (name, "asked for")
+    if name != "auto" and device == "auto" and unseen_card():
+        reason += f"; on the CPU, since {unseen_card()}"
     try:
         model, tokenizer = read_policy(chosen, where, dtype)
     except FileNotFoundError as missing:
@@ -248,7 +252,8 @@ def write_folder(folder: Path, write) -> None:
         shutil.rmtree(aside, ignore_errors=True)  # of a killed run
         aside.mkdir(parents=True)
         write(aside)
-        (aside / "manifest.json").write_text(json.dumps({path.name: file_sum(path) for path in aside.iterdir()}))
+        sums = {path.name: file_sum(path) for path in aside.iterdir()}
+        (aside / "manifest.json").write_text(json.dumps(sums), encoding="utf-8")
         sync_paths([*aside.iterdir(), aside])
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or written by this run after a resume
         aside.rename(folder)
@@ -263,14 +268,6 @@ def file_sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_paths(paths: list[Path]) -> None:
-    """Waits until files, and the lists of names that folders are, have reached the disk."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-
-
 def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int = 2) -> None:
     """Writes run_dir/ckpt_STEP: what is trained, AdamW's moments by parameter name, and the state (tensors such as RNG
     states, and JSON values, by name). No pickle anywhere. So many as `keep` of the newest ckpt_* beside it stay."""
@@ -281,7 +278,8 @@ def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int
     def write(aside: Path) -> None:
         for file, content in (("weights", trained_weights(model)), ("optimizer", moments), ("state", tensors)):
             save_file(content, aside / f"{file}.safetensors")
-        (aside / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k not in tensors}))
+        plain = {key: value for key, value in state.items() if key not in tensors}
+        (aside / "state.json").write_text(json.dumps(plain), encoding="utf-8")
     write_folder(folder, write)
     for old in sorted(folder.parent.glob("ckpt_*"))[:-keep]:
         shutil.rmtree(old)
@@ -298,7 +296,7 @@ def load_checkpoint(folder: str | Path, model, optimizer) -> dict:
     order = [weights[p] for group in optimizer.param_groups for p in group["params"]]  # torch counts parameters
     optimizer.load_state_dict(optimizer.state_dict() | {
         "state": {i: moments[name] for i, name in enumerate(order) if name in moments}})
-    return json.loads((folder / "state.json").read_text()) | load_file(folder / "state.safetensors")
+    return json.loads((folder / "state.json").read_text(encoding="utf-8")) | load_file(folder / "state.safetensors")
 
 
 def latest_checkpoint(run_dir: str | Path) -> Path:
@@ -306,7 +304,7 @@ def latest_checkpoint(run_dir: str | Path) -> Path:
     folders = sorted(Path(run_dir).glob("ckpt_*"), reverse=True)
     for folder in folders:
         try:
-            sums = json.loads((folder / "manifest.json").read_text())
+            sums = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
             damage = [name for name, value in sums.items() if file_sum(folder / name) != value]
         except (OSError, ValueError) as error:
             damage = [str(error)]

@@ -177,7 +177,7 @@ PLOT_UNITS = {"Reward": "reward", "Peak memory": "GiB", "Length": "tokens", "Out
 
 def describe_run(run_dir: Path) -> str:
     """One line that names what a number needs to mean anything: policy, tasks, user, tau2 release."""
-    named = json.loads((run_dir / "config.json").read_text()) if (run_dir / "config.json").exists() else {}
+    named = json.loads((run_dir / "config.json").read_text("utf-8")) if (run_dir / "config.json").exists() else {}
     for row in read_rows(run_dir / "metrics.jsonl"):
         named |= row
     keys = [key for key in ("policy", "env", "tasks", "split", "user", "tau2_version") if named.get(key) is not None]
@@ -315,12 +315,19 @@ def compare_runs(run_a: Path, run_b: Path) -> str:
                    f"95 % [{low:+.3f}, {high:+.3f}]; {verdict}")
 
 
+def whole_number(text: str) -> int:
+    """A count on the command line. Raises: ArgumentTypeError (one line, exit code 2) for what is none."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 0")
+    return int(text)
+
+
 def report_main() -> None:
     """Command line; what the user got wrong ends in one line and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--html", action="store_true", help="also write RUN/report.html with the newest episodes")
-    parser.add_argument("--limit", type=int, default=200, help="most episodes on that page")
+    parser.add_argument("--limit", type=whole_number, default=200, help="most episodes on that page")
     parser.add_argument("--compare", type=Path, help="another run folder: paired difference on common tasks")
     args = parser.parse_args()
     try:

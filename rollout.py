@@ -418,6 +418,7 @@ if __name__ == "__main__" and "__file__" in globals():
     if sys.argv[1:2] != ["--show"] or len(sys.argv) != 3:
         sys.exit("usage: python rollout.py --show FILE[:N]")
     try:
+        sys.stdout.reconfigure(errors="backslashreplace")  # a pipe of another code page must not stop it
         show_episode(sys.argv[2])
     except (OSError, IndexError, KeyError, ValueError) as fault:
         sys.exit(f"rollout.py --show {sys.argv[2]}: no such episode ({fault!r})")

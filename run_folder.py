@@ -11,9 +11,7 @@ The loop itself is train.py's; nothing here knows what a reward or an advantage 
 import dataclasses
 import gc
 import json
-import resource
 import signal
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from machine import peak_rss_bytes
 from model import latest_checkpoint, load_checkpoint
 from report import read_rows
 
@@ -48,7 +47,7 @@ def read_config(run_dir: Path, config_class: type):
         raise BadInput(f"--resume {run_dir}: no config.json there; "
                        "give the folder of a run, such as runs/NAME")
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(path.read_text(encoding="utf-8"))
         return config_class(**saved)
     except (ValueError, TypeError) as fault:
         raise BadInput(f"{path} is not the config of a run: {fault}") from fault
@@ -58,7 +57,7 @@ def write_config(cfg, run_dir: Path) -> None:
     """config.json, written aside and renamed: a kill leaves the old one or the new one."""
     saved = dataclasses.asdict(cfg) | {"resume": None, "run_dir": str(run_dir)}
     aside = run_dir / "config.json.tmp"
-    aside.write_text(json.dumps(saved, indent=1))
+    aside.write_text(json.dumps(saved, indent=1), encoding="utf-8")
     aside.replace(run_dir / "config.json")
 
 
@@ -101,7 +100,7 @@ def resume_run(cfg, world: dict) -> tuple[Path, int, dict]:
     if state["row"] and not has_row:
         rows.append(state["row"])  # killed between checkpoint and row
     aside = run_dir / "metrics.jsonl.tmp"
-    aside.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    aside.write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
     aside.replace(metrics_file)
     write_config(cfg, run_dir)
     print(f"resume: {checkpoint.name}, going on from step {state['step']}")
@@ -131,7 +130,7 @@ def save_episodes(path: Path, episodes: list, tokenizer) -> None:
     """One JSON object a line: the Episode, and its text in runs of sampled or given tokens."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
-    with open(aside, "w") as file:
+    with open(aside, "w", encoding="utf-8") as file:
         for episode in episodes:
             row = dataclasses.asdict(episode) | {"tokens": token_runs(episode, tokenizer)}
             file.write(json.dumps(row, default=str) + "\n")
@@ -173,8 +172,7 @@ def memory_gib(device: torch.device) -> dict:
 
     VRAM is null on a CPU.
     """
-    scale = 2**30 if sys.platform == "darwin" else 2**20  # ru_maxrss: bytes on macOS, KiB on Linux
-    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
+    rss = peak_rss_bytes() / 2**30
     if device.type != "cuda":
         return {"vram": None, "total": None, "rss": round(rss, 3)}
     peak = torch.cuda.max_memory_allocated(device)
@@ -185,8 +183,12 @@ def memory_gib(device: torch.device) -> dict:
 
 @contextmanager
 def interrupt_later():
-    """Hold Ctrl-C back while weights, rows and checkpoint change together, then raise it."""
-    if threading.current_thread() is not threading.main_thread():
+    """Hold Ctrl-C back while weights, rows and checkpoint change together, then raise it.
+
+    Where the shell started the run with Ctrl-C ignored (nohup, a background job), it stays ignored.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield
         return
     asked = []

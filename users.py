@@ -669,7 +669,7 @@ class ReplayUser:
         self.path, self.record, self.name, self.turns = Path(path), record, record.name if record else "replay", {}
         if record is None and not self.path.exists():
             raise ValueError(f"no recorded conversations at {self.path}")
-        text = self.path.read_text() if self.path.exists() else ""
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         lines = text.splitlines()
         torn = record is not None and bool(text) and not text.endswith("\n")  # a run was killed while it wrote
         torn = torn and (len(lines) > 1 or text.startswith('{"key": '))  # or this is no record at all
@@ -681,7 +681,7 @@ class ReplayUser:
                 raise ValueError(f"{self.path}, line {number}: not a recorded turn ({error})") from None
         if record:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(text[:text.rfind("\n") + 1] if torn else text)
+            self.path.write_text(text[:text.rfind("\n") + 1] if torn else text, encoding="utf-8")
 
     def reply(self, conversations: list) -> list[UserTurn]:
         keys = [conversation_hash(c, c.messages) for c in conversations]
@@ -691,7 +691,7 @@ class ReplayUser:
         if self.record and new:
             fresh = dict(zip(new, self.record.reply(list(new.values()))))
             good = {k: turn for k, turn in fresh.items() if not turn.fault}
-            with self.path.open("a") as file:
+            with self.path.open("a", encoding="utf-8") as file:
                 for k, turn in good.items():
                     file.write(json.dumps({"key": k, "where": new[k].key, "turn": asdict(turn)}) + "\n")
             self.turns |= good

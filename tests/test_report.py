@@ -382,6 +382,12 @@ def command(*words):
     return subprocess.run([sys.executable, str(ROOT / "report.py"), *map(str, words)], capture_output=True, text=True)
 
 
+def test_a_negative_limit_is_refused(tmp_path):
+    """`--limit -5` showed all episodes but the five oldest: a slice, not a limit."""
+    done = command(tmp_path, "--html", "--limit", "-5")
+    assert done.returncode == 2 and "'-5' is no whole number" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_command_line(tmp_path):
     """Guards against a README command that does not run; bad input is one line and exit code 2, no traceback."""
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")

@@ -55,7 +55,7 @@ def retail_data() -> dict:
     """
     from tau2.domains.retail.environment import get_tasks
     from tau2.domains.retail.utils import RETAIL_DB_PATH
-    data = json.loads(Path(RETAIL_DB_PATH).read_text())
+    data = json.loads(Path(RETAIL_DB_PATH).read_text("utf-8"))
     data["test_users"] = set()
     for task in get_tasks("test"):
         text = task.model_dump_json().lower()
@@ -446,7 +446,7 @@ def tasks_main() -> None:
     parser.add_argument("--out", default="tasks.json", help="file to write")
     args = parser.parse_args()
     tasks = make_tasks(args.n, args.seed, args.split)
-    Path(args.out).write_text(json.dumps([task.model_dump(mode="json") for task in tasks], indent=1))
+    Path(args.out).write_text(json.dumps([task.model_dump(mode="json") for task in tasks], indent=1), encoding="utf-8")
     levels = {level: sum(task_level(t.id) == level for t in tasks) for level in LEVEL_SHARES}
     print(f"{len(tasks)} verified tasks, by level {levels}, written to {args.out}")
 
