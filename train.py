@@ -30,7 +30,8 @@ from rollout import Row, collect, generate_turns, to_batch
 from run_folder import BadInput, RunStopped, interrupt_later, memory_gib, within_memory
 from run_folder import open_run, read_config, save_episodes
 from tiny.tasks_retail import make_tasks
-from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser
+from user_scripted import ScriptedUser
+from users import LLMUser, PolicyUser, ReplayUser
 
 try:
     from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, tau2_version

@@ -10,7 +10,8 @@ import re
 import sys
 
 from env_tau2 import Conversation, Tau2Env, domain_tasks
-from users import ScriptedUser, UserTurn, content_words, split_sentences
+from user_scripted import ScriptedUser, content_words, split_sentences
+from users import UserTurn
 
 WRITE_WORDS = re.compile(r"cancel|return|exchange|modify|update|book|send_cert|enable|disable|refuel|resume|suspend|"
                          r"payment|change")

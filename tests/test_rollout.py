@@ -26,7 +26,8 @@ from chat import Chat, load_chat
 from env_tau2 import Tau2Env, domain_tasks
 from rollout import DrawAndRecord, Episode, Held, Row, TurnCache, collect, generate_turns, show_episode, to_batch
 from tests.test_chat import HOSTILE
-from users import ScriptedUser, UserTurn
+from user_scripted import ScriptedUser
+from users import UserTurn
 
 TINY = Path(rollout_room.__file__).parent / "tiny" / "policy"
 WINDOW = 8

@@ -15,7 +15,7 @@ from tiny.tasks_retail import (LEVEL_SHARES, make_tasks, naming_options, retail_
 from tiny.warm_start import (ASK_IDENTITY, CALL_PIECES, Demo, agent_log_probs, build_tokenizer, copy_batch,
                              copy_tokens, demonstrate, load_stage, make_optimizers, oracle_turns, policy_config,
                              save_stage, slipped, training_batch, warm_step)
-from users import ScriptedUser
+from user_scripted import ScriptedUser
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICY = ROOT / "tiny" / "policy"

@@ -13,7 +13,8 @@ from tau2.data_model.tasks import StructuredUserInstructions, UserScenario
 from env_tau2 import Conversation, Tau2Env, domain_tasks
 from rollout import Row, generate_turns
 from tests.campaign_users import audit, conditions, measure, wrong_plans
-from users import LLMUser, PolicyUser, ReplayUser, ScriptedUser, UserTurn, first_person, parse_rule
+from user_scripted import ScriptedUser, first_person, parse_rule
+from users import LLMUser, PolicyUser, ReplayUser, UserTurn
 
 GREETING = "Hi! How can I help you today?"
 

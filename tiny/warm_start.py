@@ -200,7 +200,7 @@ def hear_user(env, user) -> None:
 def make_demos(n: int, seed: int, split: str, chat, slips: float = 0.0, careless: float = 0.0) -> list[Demo]:
     """n demonstrations over fresh tasks of a split."""
     from env_tau2 import Tau2Env
-    from users import ScriptedUser
+    from user_scripted import ScriptedUser
     tasks = make_tasks(n, seed, split)
     env = Tau2Env("retail", tasks=tasks)
     shown = tqdm(tasks, desc=f"demonstrations {split}", mininterval=10)
