@@ -49,6 +49,7 @@ METRICS: dict[str, Metric] = {  # one row a training step, then one an evaluatio
     "logp_gap_mean": Metric("mean |log-prob in the update - log-prob at sampling|", "nats"),
     "logp_gap_max": Metric("largest |log-prob in the update - log-prob at sampling|", "nats"),
     "trained_tokens": Metric("sampled tokens in the loss", "tokens"), "updates": Metric("optimizer steps", "steps"),
+    "taught_share": Metric("trained_tokens over all sampled tokens: the part of the rollout that taught", "share"),
     "trained_episodes": Metric("episodes that entered the loss", "episodes"),
     "micro_batches": Metric("forward and backward passes of an update", "passes", True),
     "micro_batch_tokens": Metric("budget of one micro-batch; halved when memory ran out", "tokens", True),
@@ -169,10 +170,11 @@ PLOT_LINES = (  # panel, metric, label, colour, line style
     ("Length", "context_tokens", "episode, mean", "#8a8a8a", "-"),
     ("Length", "response_tokens", "sampled, mean", "#2f6db3", "-"),
     ("Length", "response_tokens_max", "sampled, longest", "#a9c6e8", "-"),
+    ("Entropy", "entropy", "policy, trained tokens", "#2f6db3", "-"),
     ("Log-prob gap", "logp_gap_max", "|update - sampling|, largest", "#c9602b", "-"),
     ("Log-prob gap", "logp_gap_mean", "|update - sampling|, mean", "#2f6db3", "-"))
 PLOT_UNITS = {"Reward": "reward", "Peak memory": "GiB", "Length": "tokens", "Outcomes": "share of episodes",
-              "Log-prob gap": "nats", "Groups": "groups a step"}
+              "Log-prob gap": "nats", "Groups": "groups a step", "Entropy": "nats a token"}
 
 
 def describe_run(run_dir: Path) -> str:
@@ -194,8 +196,11 @@ def plot_run(run_dir: str | Path) -> Path:
         kept = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         return [step for step, _ in kept], [value for _, value in kept]
 
-    figure = Figure(figsize=(13.5, 8.2), dpi=110, layout="constrained")
-    panels = dict(zip(PLOT_UNITS, figure.subplots(2, 3).flat))
+    figure = Figure(figsize=(17, 8.2), dpi=110, layout="constrained")
+    axes = list(figure.subplots(2, 4).flat)
+    panels = dict(zip(PLOT_UNITS, axes))
+    for unused in axes[len(panels):]:
+        unused.set_axis_off()
     for title, name, label, colour, style in PLOT_LINES:
         steps, values = points(name)
         if steps:  # an exact 0 has no place on a log axis
@@ -210,6 +215,11 @@ def plot_run(run_dir: str | Path) -> Path:
         bounds = np.array(points("eval_ci95")[1]).T  # (2, evaluations): low, high
         panels["Reward"].errorbar(steps, means, np.abs(bounds - means), color="#c9602b", marker="o", capsize=3,
                                   label="validation, 95 % over tasks")
+    steps, passed = points("eval_pass_hat_k")
+    largest = max((int(k) for pass_hat in passed for k in pass_hat), default=1)
+    if largest > 1:
+        values = [pass_hat.get(str(largest), np.nan) for pass_hat in passed]
+        panels["Reward"].plot(steps, values, color="#2a9d5c", marker="s", label=f"validation, pass^{largest}")
     steps, counts = points("outcome_counts")
     bottom = np.zeros(len(steps))
     for name, colour in OUTCOME_COLOURS.items():

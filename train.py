@@ -49,8 +49,10 @@ ALLOWED = {
     "loss": ("grpo", "dr_grpo", "dapo", "gspo", "cispo"),
     "dtype": (None, "float32", "bfloat16"),
     "attn": ("sinkflex", "eager", "sdpa"),
+    "choose_tasks": ("epochs", "mixed"),
 }
 LEAST = {"group_size": 2, "tasks_per_step": 1, "max_context": 1, "max_turns": 1, "max_new_tokens": 1, "eval_tasks": 1,
+         "oversample": 1, "updates_per_step": 1,
          "checkpoint_every": 1, "eval_trials": 1, "eval_every": 0, "steps": 0, "lr": 0, "kl_coef": 0, "lora_rank": 0}
 
 
@@ -77,6 +79,9 @@ class Config:
     seed: int = 0  # of tasks and sampling
     lr: float | None = None  # AdamW learning rate (by policy)
     loss: str = "grpo"  # grpo, dr_grpo, dapo, gspo or cispo; see grpo.py
+    updates_per_step: int = 1  # mu: optimizer steps on each batch; from the second on the ratios are clipped
+    choose_tasks: str = "epochs"  # epochs: all in shuffled order; mixed: rather those whose past rewards differed
+    oversample: int = 1  # DAPO: up to this many times P tasks a step, until P groups have unequal rewards; 1: off
     kl_coef: float = 0.0  # beta: weight of the k3 KL to the reference (the base without its LoRA adapter)
     ref_copy: bool = False  # keep a frozen copy of full weights as reference and for --user policy
     lora_rank: int | None = None  # LoRA rank on the attention projections; 0 trains all weights (by policy)
@@ -123,7 +128,7 @@ class Config:
 # What depends on the policy: "tiny" is a small model with all weights trained on a CPU, "lora" a real checkpoint.
 PRESETS = {
     "tiny": dict(steps=24, tasks_per_step=16, group_size=8, max_context=1536, max_turns=14, max_new_tokens=48, lr=3e-4,
-                 lora_rank=0, dtype="float32", checkpoint_every=4, eval_every=8, eval_tasks=200, eval_trials=1),
+                 lora_rank=0, dtype="float32", checkpoint_every=4, eval_every=12, eval_tasks=200, eval_trials=4),
     "lora": dict(steps=100, tasks_per_step=8, group_size=8, max_context=16384, max_turns=60, max_new_tokens=1024,
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
                  eval_trials=4),
@@ -171,6 +176,32 @@ def pick_tasks(task_ids: list[str], seed: int, step: int, count: int) -> list[st
     return order[place * count:(place + 1) * count]
 
 
+def pick_mixed(task_ids: list[str], seed: int, step: int, count: int, history: dict) -> list[str]:
+    """The tasks of a step, drawn without replacement by how uncertain their outcome is, p (1 - p).
+
+    Args:
+        history: task id -> [sum of rewards, episodes] so far; p = (sum + 1) / (episodes + 2), so that an unseen
+            task counts as 1/2 and a task that was always or never solved keeps a small chance.
+    Returns: min(count, all) ids: a function of the arguments, so that a resumed run goes on alike.
+    Source: keys u ** (1 / weight), Efraimidis and Spirakis (2006), doi:10.1016/j.ipl.2005.11.003.
+    """
+    rng = random.Random(f"mixed/{seed}/{step}")
+    keys = {}
+    for task_id in task_ids:
+        paid, tried = history.get(task_id, (0.0, 0))
+        chance = (paid + 1) / (tried + 2)
+        keys[task_id] = rng.random() ** (1 / (chance * (1 - chance)))
+    return sorted(task_ids, key=keys.get, reverse=True)[:count]
+
+
+def step_tasks(cfg: Config, task_ids: list[str], step: int, history: dict) -> list[str]:
+    """All tasks that a step may try, in order: P of them, or `oversample` times as many."""
+    count = cfg.tasks_per_step * cfg.oversample
+    if cfg.choose_tasks == "mixed":
+        return pick_mixed(task_ids, cfg.seed, step, count, history)
+    return pick_tasks(task_ids, cfg.seed, step, count)
+
+
 def make_user(cfg: Config, policy, chat, reference):
     """The simulated customer of DESIGN.md's four; every reported number carries its name."""
     if cfg.user == "llm":
@@ -193,6 +224,45 @@ def act(cfg: Config, world: dict, make_env, task_ids: list[str], group_size: int
         model=world["policy"].model, chat=world["chat"], make_env=make_env, user=world["user"], task_ids=task_ids,
         group_size=group_size, seed=cfg.seed, step=step, temperature=temperature, max_context=cfg.max_context,
         max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens, max_batch=limit, progress=title))
+
+
+def act_until_mixed(cfg: Config, world: dict, step: int, history: dict) -> tuple[list[str], list, dict]:
+    """The rollout of a step: P tasks; with `oversample` P more at a time until P groups have unequal rewards.
+
+    Returns: the tasks tried, their episodes (equal groups too: they are counted, and teach nothing), statistics.
+    Source: dynamic sampling, DAPO, arXiv:2503.14476; here it is bounded, and surplus groups are kept.
+    """
+    candidates = step_tasks(cfg, world["train_ids"], step, history)
+    tried, episodes, parts, mixed = [], [], [], 0
+    while len(tried) < len(candidates) and mixed < cfg.tasks_per_step:
+        chunk = candidates[len(tried):len(tried) + cfg.tasks_per_step]
+        new, stats = act(cfg, world, world["make_env"], chunk, cfg.group_size, cfg.temperature, step,
+                         f"rollout {step + 1}/{cfg.steps}")
+        tried += chunk
+        episodes += new
+        parts.append(stats)
+        for start in range(0, len(new), cfg.group_size):
+            mixed += len({e.reward for e in new[start:start + cfg.group_size] if e.valid}) > 1
+    return tried, episodes, added_up(parts)
+
+
+def added_up(parts: list[dict]) -> dict:
+    """Rollout statistics of several calls as one: counts added, busy_share by sampled tokens."""
+    if len(parts) == 1:
+        return parts[0]
+    total = {}
+    for name in ("sampled_tokens", "tokens_forwarded", "slots_forwarded", "rounds"):
+        total[name] = sum(part[name] for part in parts)
+    busy = sum(part["busy_share"] * part["sampled_tokens"] for part in parts)
+    return total | {"busy_share": busy / max(total["sampled_tokens"], 1)}
+
+
+def remember(history: dict, episodes: list) -> None:
+    """Add the rewards of a step to `history`, task id -> [sum of rewards, episodes]; faults are left out."""
+    for episode in episodes:
+        if episode.valid:
+            paid, tried = history.get(episode.task_id, (0.0, 0))
+            history[episode.task_id] = [paid + episode.reward, tried + 1]
 
 
 def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
@@ -228,7 +298,8 @@ def learn(cfg: Config, world: dict, episodes: list) -> dict:
     return within_memory(world["token_budget"], floor, "tokens in a micro-batch", lambda limit: update_policy(
         world["policy"].model, world["optimizer"], batch, advantages.flatten(), valid=valid.flatten(),
         make_layout=pack_layout if cfg.attn == "sinkflex" else None, loss=cfg.loss, kl_coef=cfg.kl_coef,
-        ref_model=world["reference"], temperature=cfg.temperature, max_tokens_per_micro_batch=limit,
+        updates_per_step=cfg.updates_per_step, ref_model=world["reference"], temperature=cfg.temperature,
+        max_tokens_per_micro_batch=limit,
         max_response_tokens=cfg.max_context, progress="update"))
 
 
@@ -283,11 +354,12 @@ def train(cfg: Config) -> Path:
         raise BadInput(str(fault).strip().splitlines()[0]) from fault
     policy, metrics_file = world["policy"], run_dir / "metrics.jsonl"
     streak = state.get("streak", {"faults": 0, "skipped": 0})
+    history = state.get("history", {})  # task id -> [sum of rewards, episodes]
 
     def checkpoint(step: int, row: dict | None) -> None:
         save_checkpoint(run_dir / f"ckpt_{step:06d}", policy.model, world["optimizer"],
-                        dict(step=step, row=row, streak=streak, torch_rng=torch.get_rng_state(),
-                             tasks=pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)))
+                        dict(step=step, row=row, streak=streak, history=history, torch_rng=torch.get_rng_state(),
+                             tasks=step_tasks(cfg, world["train_ids"], step, history)))
 
     def measure(step: int) -> None:
         if not cfg.eval_only and any(r["step"] == step and "eval_mean_at_1" in r for r in read_rows(metrics_file)):
@@ -297,7 +369,8 @@ def train(cfg: Config) -> Path:
         if row["eval_ci95"] is None:
             raise RunStopped(f"every episode of the evaluation faulted: {row['eval_outcome_counts']}")
         low, high = row["eval_ci95"]
-        print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']} [{low:.3f}, {high:.3f}] "
+        print(f"evaluation at {step}: mean@1 {row['eval_mean_at_1']:.3f} [{low:.3f}, {high:.3f}] "
+              f"{pass_words(row)}"
               f"greedy {row['eval_greedy']} doing nothing {row['eval_do_nothing']} "
               f"({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
         plot_run(run_dir)
@@ -315,9 +388,7 @@ def train(cfg: Config) -> Path:
             # 1. Act: G episodes on each of P tasks with the current policy.
             started = [time.perf_counter()]
             memory_gib(policy.model.device)
-            task_ids = pick_tasks(world["train_ids"], cfg.seed, step, cfg.tasks_per_step)
-            episodes, stats = act(cfg, world, world["make_env"], task_ids, cfg.group_size, cfg.temperature, step,
-                                  f"rollout {step + 1}/{cfg.steps}")
+            task_ids, episodes, stats = act_until_mixed(cfg, world, step, history)
             started.append(time.perf_counter())
             rollout_peak, do_nothing = memory_gib(policy.model.device)["vram"], mean_or_none(
                 [world["do_nothing"](t) for t in task_ids])
@@ -326,6 +397,7 @@ def train(cfg: Config) -> Path:
                 # 3. Compare: each reward against its siblings on the same task. No critic.
                 # 4. Learn: clipped policy gradient over the tokens that the policy itself sampled.
                 learned = learn(cfg, world, episodes)
+                remember(history, episodes)
                 # 5. Report: one JSON line, one console line; now and then an evaluation, a plot, a checkpoint.
                 peak = memory_gib(policy.model.device)
                 row = step_row(step + 1, episodes, stats, learned, do_nothing, started)
@@ -338,7 +410,7 @@ def train(cfg: Config) -> Path:
                 if stopping or (step + 1) % cfg.checkpoint_every == 0 or step + 1 == cfg.steps:
                     checkpoint(step + 1, row)
                 append_row(metrics_file, row)
-            print(console_line(row, cfg.steps), flush=True)
+            print(console_line(row, cfg.steps) + entropy_words(read_rows(metrics_file)), flush=True)
             if stopping:
                 raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or an update "
                                  f"that is not finite: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, "
@@ -378,6 +450,7 @@ def step_row(step: int, episodes: list, stats: dict, learned: dict, do_nothing: 
         "groups": len({e.uid for e in episodes}), "turns_mean": sum(e.turns for e in episodes) / len(episodes),
         "response_tokens": sampled.mean().item(), "response_tokens_max": sampled.max().item(),
         "context_tokens": context.mean().item(),
+        "taught_share": learned["trained_tokens"] / max(sampled.sum().item(), 1),
         **{k: stats[k] for k in ("sampled_tokens", "tokens_forwarded", "slots_forwarded", "busy_share", "rounds")},
         "rollout_s": round(rollout_s, 3), "update_s": round(update_s, 3), "step_s": round(rollout_s + update_s, 3),
         "rollout_tokens_per_s": round(sampled.sum().item() / rollout_s, 1)}
@@ -398,6 +471,21 @@ def console_line(row: dict, steps: int) -> str:
     return line + (f" | loss {row['loss']:+.1e} grad {row['grad_norm']:.3f} entropy {row['entropy']:.3f} "
                    f"equal groups {row['zero_variance_groups']} gap {row['logp_gap_max']:.1e} "
                    f"| rollout {row['rollout_s']:.1f}s update {row['update_s']:.1f}s")
+
+
+def pass_words(row: dict) -> str:
+    """pass^k of the largest k that was measured, to stand beside mean@1; nothing for a single trial."""
+    k = max(row["eval_pass_hat_k"], key=int)
+    return f"pass^{k} {row['eval_pass_hat_k'][k]:.3f} " if int(k) > 1 else ""
+
+
+def entropy_words(rows: list[dict], last: int = 5, near_zero: float = 0.01, flat: float = 0.05) -> str:
+    """Says that a policy has stopped exploring: entropy below `near_zero` nats a token, reward within `flat`."""
+    steps = [row for row in rows if row.get("entropy") is not None and row.get("reward_mean") is not None][-last:]
+    rewards = [row["reward_mean"] for row in steps]
+    if len(steps) < last or max(row["entropy"] for row in steps) >= near_zero or max(rewards) - min(rewards) > flat:
+        return ""
+    return f" | entropy near 0 and reward flat for {last} steps: siblings hardly differ, little is left to learn from"
 
 
 def main(argv: list[str]) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 import train as loop
 from model import latest_checkpoint
 from report import METRICS, read_rows
-from train import BadInput, Config, RunStopped, main, parse_args, pick_tasks, train
+from train import BadInput, Config, RunStopped, main, parse_args, pick_mixed, pick_tasks, train
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = dict(tasks_per_step=2, group_size=2, eval_tasks=2, max_turns=6, max_new_tokens=24, eval_every=0)
@@ -181,6 +182,73 @@ def test_task_sampler_is_a_function_of_seed_and_step():
     epoch = [t for step in range(3) for t in pick_tasks(ids, 1, step, 3)]
     assert len(set(epoch)) == 9  # no task twice in an epoch
     assert pick_tasks(ids, 1, 2, 3) == pick_tasks(ids, 1, 2, 3) != pick_tasks(ids, 2, 2, 3)
+
+
+def test_mixed_tasks_are_drawn_more_often_and_by_seed_and_step_alone():
+    """A sampler that ignores the history, or draws from a global state, teaches nothing and can not be resumed."""
+    ids = [f"t{i}" for i in range(40)]
+    history = {t: [8.0, 8] for t in ids[:20]} | {t: [4.0, 8] for t in ids[20:]}  # 9/10 and 1/2: 0.09 against 0.25
+    drawn = [pick_mixed(ids, 1, step, 10, history) for step in range(200)]
+    assert drawn == [pick_mixed(ids, 1, step, 10, history) for step in range(200)]
+    assert all(len(set(tasks)) == 10 for tasks in drawn) and drawn[0] != drawn[1]
+    mixed = sum(t in ids[20:] for tasks in drawn for t in tasks) / 2000
+    first = sum(tasks[0] in ids[20:] for tasks in drawn) / 200
+    assert mixed > 0.6 and abs(first - 0.25 / 0.34) < 0.1  # the first draw is proportional to the weights
+    assert sorted(pick_mixed(ids, 1, 0, 99, {})) == sorted(ids)
+
+
+def fake_rollouts(monkeypatch, rewards_of):
+    """`act` replaced by episodes of two siblings with given rewards; returns the list of calls."""
+    calls = []
+
+    def act(cfg, world, make_env, task_ids, group_size, temperature, step, title):
+        calls.append(task_ids)
+        episodes = [SimpleNamespace(task_id=t, reward=r, valid=True) for t in task_ids for r in rewards_of(t)]
+        return episodes, dict(sampled_tokens=10, tokens_forwarded=20, slots_forwarded=30, rounds=2,
+                              busy_share=0.2 * len(calls))
+    monkeypatch.setattr(loop, "act", act)
+    return calls
+
+
+def test_oversampling_stops_at_enough_mixed_groups_or_at_its_bound(monkeypatch):
+    """Unbounded it hangs once all is solved; a lost chunk would sample tokens that nobody counts."""
+    cfg = Config(tasks_per_step=2, group_size=2, oversample=3, steps=4)
+    world = {"train_ids": [f"t{i}" for i in range(12)], "make_env": None}
+    calls = fake_rollouts(monkeypatch, lambda task: (1.0, 1.0))
+    tried, episodes, stats = loop.act_until_mixed(cfg, world, 0, {})
+    assert len(calls) == 3 and len(set(tried)) == 6 and len(episodes) == 12
+    assert stats == dict(sampled_tokens=30, tokens_forwarded=60, slots_forwarded=90, rounds=6,
+                         busy_share=pytest.approx(0.4))
+    calls = fake_rollouts(monkeypatch, lambda task: (0.0, 1.0))
+    assert len(loop.act_until_mixed(cfg, world, 0, {})[0]) == 2 and len(calls) == 1
+    second = tried[2:4]
+    calls = fake_rollouts(monkeypatch, lambda task: (0.0, float(task in second)))
+    assert loop.act_until_mixed(cfg, world, 0, {})[0] == tried[:4]
+
+
+def test_history_is_resumed_and_chooses_the_same_tasks(tmp_path, monkeypatch):
+    """Past rewards that are lost with the process choose other tasks after a resume than without a kill."""
+    seeded_reward(monkeypatch)
+    mixed = SMALL | dict(tasks_per_step=1, choose_tasks="mixed", oversample=2, updates_per_step=2)
+    straight = train(Config(steps=3, checkpoint_every=1, run_dir=str(tmp_path / "a"), **mixed))
+    train(Config(steps=2, checkpoint_every=1, run_dir=str(tmp_path / "b"), **mixed))
+    resumed = train(parse_args(["--resume", str(tmp_path / "b"), "--steps", "3"]))
+    rows = read_rows(straight / "metrics.jsonl")
+    assert stable(rows) == stable(read_rows(resumed / "metrics.jsonl"))
+    for row in rows:
+        assert row["taught_share"] == pytest.approx(row["trained_tokens"] / row["sampled_tokens"])
+        assert row["updates"] in (0, 2) and 1 <= row["groups"] <= 2
+
+
+def test_console_says_when_exploration_has_ended():
+    """An entropy near 0 with a flat reward looks like a healthy run unless somebody says so."""
+    rows = [{"entropy": 0.004, "reward_mean": 0.75}] * 5
+    assert "entropy near 0" in loop.entropy_words(rows)
+    assert not loop.entropy_words(rows[:4])
+    assert not loop.entropy_words(rows[:4] + [{"entropy": 0.02, "reward_mean": 0.75}])
+    assert not loop.entropy_words(rows[:4] + [{"entropy": 0.004, "reward_mean": 0.85}])
+    assert loop.pass_words({"eval_pass_hat_k": {"1": 0.7, "2": 0.6, "4": 0.5}}) == "pass^4 0.500 "
+    assert loop.pass_words({"eval_pass_hat_k": {"1": 0.7}}) == ""
 
 
 def test_typed_flags_win_over_the_resumed_config(tmp_path):
