@@ -15,18 +15,15 @@ import json
 import sys
 import time
 import warnings
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
-from transformers.cache_utils import DynamicLayer
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-SHARE_FROM = 32  # tokens; a shorter common start of different prompts is not worth a forward of its own
-FILL = 0.8       # rows with at least this share of the longest row's new tokens go through the model together
+from key_cache import Held, Piece, TurnCache, cache_for_turn, cached_tokens, move_together, prefill
 
 
 @dataclass
@@ -112,107 +109,17 @@ class DrawAndRecord(LogitsProcessor):
         return self.ended | ((~self.ended).sum() < self.pause_below * len(self.rows))
 
 
-class RoomyLayer(DynamicLayer):
-    """Writes new keys into room kept for them; DynamicLayer's torch.cat copies the whole cache for every token."""
-
-    def __init__(self, keys: Tensor, values: Tensor, used: int):
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.rooms, self.keys, self.values = (keys, values), keys[:, :, :used], values[:, :, :used]  # (B, Hk, S, D)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        used = self.keys.shape[2]
-        end = used + key_states.shape[2]
-        for room, new in zip(self.rooms, (key_states, value_states)):
-            room[:, :, used:end] = new
-        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
-        return self.keys, self.values
-
-
-class Held(NamedTuple):
-    """Where a row's keys lie: `length` real tokens from slot `start` on, in batch entry `index`."""
-    cache: DynamicCache
-    index: int
-    start: int
-    length: int
-    owner: Row | None = None  # kept alive here: `id(row)` is a key, and a dead row's id would be given to another
-
-
-@dataclass
-class TurnCache:
-    """What `generate_turns` returns and takes again: each row's keys, and counts over all its calls."""
-    held: dict[int, Held] = field(default_factory=dict)  # id(row) -> its keys
-    counts: Counter = field(default_factory=lambda: Counter(
-        tokens_forwarded=0, slots_forwarded=0, sampled_tokens=0, decode_slots=0, rounds=0))
-
-
-def gather_right(held: list[Held | None], spare: int) -> tuple[DynamicCache, list[int], int]:
-    """One cache with every row's real keys flush right and `spare` free slots; the rows' lengths; its slots S."""
-    lengths = [h.length if h else 0 for h in held]
-    cache, slots = DynamicCache(), max(lengths)  # no config: every layer full length, the mask does the windowing
-    for layer in next(h.cache for h in held if h).layers if slots else []:
-        rooms = [x.new_empty(len(held), x.shape[1], slots + spare, x.shape[3]) for x in (layer.keys, layer.values)]
-        cache.layers.append(RoomyLayer(*rooms, used=slots))
-        for i, h in enumerate(held):
-            source = h.cache.layers[len(cache.layers) - 1] if h else layer
-            for room, x in zip(rooms, (source.keys, source.values)):
-                room[i, :, :slots - lengths[i]] = 0  # what the mask hides must be finite
-                if h:
-                    room[i, :, slots - h.length:slots] = x[h.index, :, h.start:h.start + h.length]
-    return cache, lengths, slots
-
-
-def forward_new(decoder, work: list[tuple[list[int], Held | None]], pad_id: int, counts: Counter) -> list[Held]:
-    """Put each row's new tokens through the model behind its own past; rows of like length go together.
-
-    Worked layout (pasts of 3 and 1, new tokens of 2 and 4): `p p p|n n . .` and `. . p|n n n n`; position_ids are
-    3 4 and 1 2 3 4. The head is skipped: nothing is sampled here.
-    """
-    result, device = [h for _, h in work], next(decoder.parameters()).device
-    order = sorted((i for i in range(len(work)) if work[i][0]), key=lambda i: -len(work[i][0]))
-    while order:
-        width = len(work[order[0]][0])
-        part = [i for i in order if len(work[i][0]) >= FILL * width]
-        order = order[len(part):]
-        cache, past, slots = gather_right([work[i][1] for i in part], spare=width)
-        news = [work[i][0] for i in part]
-        ids = torch.tensor([n + [pad_id] * (width - len(n)) for n in news], device=device)  # (B, T)
-        mask = torch.tensor([[0] * (slots - p) + [1] * (p + len(n)) + [0] * (width - len(n))
-                             for n, p in zip(news, past)], device=device)  # (B, S + T)
-        positions = (mask.cumsum(-1) - 1)[:, slots:]  # (B, T)
-        decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        for b, (i, p) in enumerate(zip(part, past)):
-            result[i] = Held(cache, b, slots - p, p + len(news[b]))
-        counts.update(tokens_forwarded=sum(map(len, news)), slots_forwarded=ids.numel())
-    return result
-
-
-def prefill(decoder, rows: list[Row], pad_id: int, cache: TurnCache) -> list[Held | None]:
-    """Keys of every row up to its last token but one. Equal prompts go through once, and so does a common start."""
-    fresh = list(dict.fromkeys(tuple(r.ids) for r in rows if id(r) not in cache.held))
-    known = [r for r in rows if id(r) in cache.held]
-    start, common = None, 0
-    if len(fresh) > 1:
-        low, high = min(fresh), max(fresh)  # of a sorted list the first and the last differ soonest
-        common = next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), sys.maxsize)
-        common = min(common, *(len(ids) - 1 for ids in fresh))
-        common = common if common >= SHARE_FROM else 0
-        start = forward_new(decoder, [(list(low[:common]), None)], pad_id, cache.counts)[0] if common else None
-    work = [(list(ids[common:-1]), start) for ids in fresh]
-    work += [(r.ids[cache.held[id(r)].length:-1], cache.held[id(r)]) for r in known]
-    held = dict(zip([*fresh, *map(id, known)], forward_new(decoder, work, pad_id, cache.counts)))
-    return [held[id(r) if id(r) in cache.held else tuple(r.ids)] for r in rows]
-
-
 @torch.no_grad()
 def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, max_new_tokens: int,
-                   temperature: float, cache: TurnCache | None = None, pause_below: float = 0.0) -> TurnCache:
+                   temperature: float, cache: TurnCache | None = None, pause_below: float = 0.0,
+                   keep_others: bool = False) -> TurnCache:
     """Sample until each row's turn is over; the rows change: `ids`, `sampled`, `log_probs`, `done`.
 
     Args:
         rows: none done, each with at least one token that is not in the cache and room for another.
         max_new_tokens: of one turn. temperature: 0 is greedy (its log-probs are those of temperature 1).
-        cache: of the call before; rows that are not passed any more leave it.
+        cache: of the call before; rows that are not passed any more leave it, unless `keep_others`.
+            After an exception it holds nothing: the next call puts whole rows through again.
         pause_below: return early once less than this share of the rows still writes; those carry on next time.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # a LoRA stays active in there
@@ -223,16 +130,21 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
         raise ValueError(f"every row needs room for one more token, got {budget}")
     stops, limits = torch.tensor(stop_ids, device=device), torch.tensor(budget, device=device)
     draw = DrawAndRecord(rows, temperature, pause_below, stops, limits)
+    held, cache.held = cache.held, {}  # whatever fails below, no half moved keys are used again
+    here = {id(row) for row in rows}
+    held = move_together({key: h for key, h in held.items() if keep_others or key in here})
     plain = GenerationConfig(do_sample=False, max_new_tokens=max(budget), pad_token_id=pad_id, use_cache=True)
     causal.eval()
     causal.generation_config = GenerationConfig()  # generate() fills unset fields from it: top-k, penalties
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*past_key_values.*")  # 5.24 renames it, 5.17 knows no other
-            held = prefill(causal.base_model, rows, pad_id, cache)
-            cache.held.clear()
-            past, lengths, slots = gather_right(held, spare=max(budget))
-            del held
+            pieces = prefill(causal.base_model, rows, pad_id, held, cache.counts)
+            others = {key: h for key, h in held.items() if key not in here}
+            lengths = [cached_tokens(row) for row in pieces]
+            slots = max(lengths)
+            past = cache_for_turn(pieces, others, spare=min(cache.room, max(budget)))
+            del pieces, held
             mask = torch.tensor([[0] * (slots - n) + [1] * (n + 1) for n in lengths], device=device)  # (B, S + 1)
             out = causal.generate(torch.tensor([r.ids[-1:] for r in rows], device=device), attention_mask=mask,
                                   past_key_values=past, generation_config=plain,
@@ -246,9 +158,10 @@ def generate_turns(model, rows: list[Row], *, stop_ids: list[int], pad_id: int, 
         row.done = new[kept - 1] in stop_ids or kept == budget[i]
         row.sampled = row.sampled + new[:kept]
         row.add(new[:kept], 1, logp[:kept])
-        cache.held[id(row)] = Held(past, i, slots - lengths[i], len(row.ids) - 1, row)
+        others[id(row)] = Held((Piece(past, i, slots - lengths[i], len(row.ids) - 1),), row)
         cache.counts.update(tokens_forwarded=kept, sampled_tokens=kept, slots_forwarded=len(new),
                             decode_slots=len(new), rounds=int(i == 0))
+    cache.held, cache.room = others, len(draw.log_probs)
     return cache
 
 

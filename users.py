@@ -154,13 +154,12 @@ class PolicyUser:
         if all(len(c.messages) == 1 for c in conversations):  # new episodes: the old ones are over
             self.rows, self.cache = {}, None
         rows, turns = [self._row(c) for c in conversations], []
+        self._forget_spent(conversations)
         able = [r for r in rows if len(r.ids) < self.max_context]
         if able:
-            kept = dict(self.cache.held) if self.cache else {}  # also of conversations in which the agent is at work
             with self.model.disable_adapter() if hasattr(self.model, "disable_adapter") else nullcontext():
                 self.cache = self.generate_turns(self.model, able, stop_ids=self.chat.stop_ids, pad_id=self.chat.pad_id,
-                                                 cache=self.cache, **self.sampling)
-            self.cache.held = kept | self.cache.held
+                                                 cache=self.cache, keep_others=True, **self.sampling)
         for c, row in zip(conversations, rows):
             full = UserTurn(fault=f"{c.key}: the customer's context is full")
             turns.append(self._read(c, row) if row in able else full)
@@ -181,6 +180,14 @@ class PolicyUser:
         row.hear(self.chat.suffix_ids(old.sampled, messages[spoken:]))
         self.cache.held |= {id(row): self.cache.held[id(old)]} if id(old) in self.cache.held else {}
         return row
+
+    def _forget_spent(self, conversations) -> None:
+        """Keys of rows that were carried on go: a late sibling of theirs would have its tokens forwarded again."""
+        for c in conversations:
+            spoken = max((i + 1 for i, m in enumerate(c.messages) if m["role"] == "user"), default=0)
+            old = self.rows.get(conversation_hash(c, c.messages[:spoken]))
+            if old is not None and self.cache is not None:
+                self.cache.held.pop(id(old), None)
 
     def _read(self, conversation, row) -> UserTurn:
         action = self.chat.parse(row.sampled)

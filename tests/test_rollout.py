@@ -20,11 +20,13 @@ import torch
 from transformers import (AutoTokenizer, DynamicCache, GenerationConfig, GptOssConfig, GptOssForCausalLM, LlamaConfig,
                           LlamaForCausalLM)
 
+import key_cache as key_room
 import rollout as rollout_room
 from attention import pack_layout, use_sink_attention
 from chat import Chat, load_chat
 from env_tau2 import Tau2Env, domain_tasks
-from rollout import DrawAndRecord, Episode, Held, Row, TurnCache, collect, generate_turns, show_episode, to_batch
+from key_cache import Piece, TurnCache
+from rollout import DrawAndRecord, Episode, Row, collect, generate_turns, show_episode, to_batch
 from tests.test_chat import HOSTILE
 from user_scripted import ScriptedUser
 from users import UserTurn
@@ -191,28 +193,31 @@ def test_a_window_one_too_wide_is_noticed():
 
 def left_padded_forward(decoder, work, pad_id, counts):
     """What `forward_new` must not do: pad new tokens on the left, which leaves a hole between past and present."""
-    cached, past, slots = rollout_room.gather_right([h for _, h in work], spare=max(len(n) for n, _ in work))
     width = max(len(n) for n, _ in work)
+    pasts = [pieces for _, pieces in work]
+    lengths = [key_room.cached_tokens(pieces) for pieces in pasts]
+    cached = key_room.gather_right(pasts, spare=width, last_use=[])
+    slots = max(lengths)
     ids = torch.tensor([[pad_id] * (width - len(n)) + n for n, _ in work])
     mask = torch.tensor([[0] * (slots - p) + [1] * p + [0] * (width - len(n)) + [1] * len(n)
-                         for (n, _), p in zip(work, past)])
+                         for (n, _), p in zip(work, lengths)])
     if width:
         positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, slots:]
         decoder(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cached, use_cache=True)
     result = []
-    for b, ((new, _), p) in enumerate(zip(work, past)):
+    for b, ((new, _), p) in enumerate(zip(work, lengths)):
         own = DynamicCache()
         for i, layer in enumerate(cached.layers):
             keep = mask[b].nonzero()[:, 0]
             own.update(layer.keys[b:b + 1, :, keep], layer.values[b:b + 1, :, keep], i)
-        result.append(Held(own, 0, 0, p + len(new)))
+        result.append((Piece(own, 0, 0, p + len(new)),))
     return result
 
 
 @pytest.mark.parametrize("kind, seen", [("gpt_oss", True), ("llama", False)])
 def test_left_padded_new_tokens_are_noticed(kind, seen, monkeypatch):
     """Bug: new tokens padded on the left: right for full attention, wrong by whole nats for sliding windows."""
-    monkeypatch.setattr(rollout_room, "forward_new", left_padded_forward)
+    monkeypatch.setattr(key_room, "forward_new", left_padded_forward)
     episodes, _ = play(random_model(kind), acting_chat(), tasks=4, group=2)
     worst = gap(episodes, eager_alone(kind, episodes))
     assert worst > 0.1 if seen else worst < 1e-4
