@@ -307,6 +307,79 @@ def test_kept_cache_is_three_times_faster_than_prefilling_each_turn():
     assert again / kept >= 3.0
 
 
+class KeyMeter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Adds up the living storages that are key-like, (., Hk, ., D), and keeps the moment of the largest sum.
+
+    need() is asked at that moment: bytes that the rows' keys and values take there.
+    """
+
+    def __init__(self, heads: int, head_dim: int, need):
+        super().__init__()
+        self.shape, self.need = (heads, head_dim), need
+        self.known, self.now, self.peak, self.needed, self.tokens = set(), 0, 0, 1, 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(out):
+            if not isinstance(x, torch.Tensor) or x.ndim != 4 or (x.shape[1], x.shape[3]) != self.shape:
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata not in self.known:
+                self.count(storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self.count, storage._cdata, -storage.nbytes())
+        if self.now > self.peak:
+            self.peak = self.now
+            self.needed, self.tokens = self.need()
+        return out
+
+    def count(self, key: int, size: int) -> None:
+        self.known ^= {key}
+        self.now += size
+
+
+def key_peak(kind: str, monkeypatch, max_turns: int = 5, **limits) -> dict:
+    """Largest sum of key and value storages while 32 ragged rows talk, beside what the rows needed at that moment."""
+    model = random_model(kind)
+    config = model.config
+    a_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # bytes
+    state = {"rows": [], "draw": None}
+    whole, drawer = rollout_room.generate_turns, rollout_room.DrawAndRecord
+
+    def watched(model, rows, **kwargs):
+        state["rows"], state["draw"] = rows, None
+        return whole(model, rows, **kwargs)
+
+    class Watched(drawer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            state["draw"] = self
+
+    def need():
+        steps = len(state["draw"].log_probs) if state["draw"] else 0
+        lengths = [len(row.ids) + steps for row in state["rows"]]
+        return len(lengths) * max(lengths, default=0) * a_token, sum(lengths) * a_token
+
+    monkeypatch.setattr(rollout_room, "generate_turns", watched)
+    monkeypatch.setattr(rollout_room, "DrawAndRecord", Watched)
+    with KeyMeter(config.num_key_value_heads, config.head_dim, need) as meter:
+        episodes, stats = play(model, acting_chat(), tasks=8, group=4, max_context=1500, max_turns=max_turns, **limits)
+    return {"peak": meter.peak, "needed": meter.needed, "tokens": meter.tokens, "rounds": stats["rounds"],
+            "episodes": episodes}
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama"])
+def test_keys_are_held_once(kind, monkeypatch):
+    """Bug: old cache, prefilled and regrouped keys live side by side, or a turn keeps room that it never fills.
+
+    What the rows need: rows x the longest one's tokens, since one decoding step takes them as one tensor.
+    """
+    seen = key_peak(kind, monkeypatch)
+    print(f"\n{kind}: peak {seen['peak'] / 2**20:.2f} MiB, needed {seen['needed'] / 2**20:.2f} "
+          f"(x{seen['peak'] / seen['needed']:.2f}); without padding {seen['tokens'] / 2**20:.2f}; {seen['rounds']} rounds")
+    assert seen["rounds"] >= 5 and len(seen["episodes"]) == 32
+    assert seen["peak"] <= 1.5 * seen["needed"]
+
+
 # ------------------------------------------------------------------ 3. masks
 def segments(episode):
     """[(bit, ids)] runs of the response."""
