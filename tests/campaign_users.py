@@ -40,7 +40,7 @@ def call_of(action) -> dict:
 
 def play(domain, task, user, agent, seed=0):
     """Run one conversation; `agent(text)` is a generator of actions that is sent the customer's last text."""
-    env = Tau2Env(domain, tasks=[task], max_steps=400, max_errors=100)
+    env = Tau2Env(domain, tasks=[task], max_steps=400, max_errors=100, agent_may_stop=True)
     env.begin(task.id, seed=seed)
     moves, last = None, ""
     while env.waiting:

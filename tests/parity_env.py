@@ -2,6 +2,8 @@
 
     python -m tests.parity_env --trajectories 2000 --seed 0 --out docs/parity_env.md
 
+Played under the rule of tau2's gym (`agent_may_stop=True`), so that either side ends some of the episodes.
+
 The oracle is tau2's own `evaluate_simulation(..., EvaluationType.ALL)`: it replays the conversation on a fresh
 environment and compares hashes of whole databases. Reward and breakdown (db_check, env_assertions, action_checks,
 communicate_checks, reward_basis, reward_breakdown, info) must be equal. Only calculate expressions that the bound
@@ -191,7 +193,7 @@ def play(env, task, steps, rng, seed):
 
 def gold_replays(domain):
     """Every base task with its gold actions and all that is to be said. Yields (difference, count as, reward)."""
-    env, rng = Tau2Env(domain, split="base"), random.Random(0)
+    env, rng = Tau2Env(domain, split="base", agent_may_stop=True), random.Random(0)
     for task in env.tasks.values():
         play(env, task, plan(task, domain, {}, rng, gold=True), rng, seed=0)
         yield (*difference(env), env.reward)
@@ -199,7 +201,9 @@ def gold_replays(domain):
 
 def random_trajectories(domain, count, seed):
     """Yields (difference, count as, reward) of `count` random episodes; the same seed gives the same ones."""
-    env, rng, seen = Tau2Env(domain, split="base"), random.Random(f"{domain}/{seed}"), values_seen(domain)
+    env = Tau2Env(domain, split="base", agent_may_stop=True)
+    rng = random.Random(f"{domain}/{seed}")
+    seen = values_seen(domain)
     tasks = list(env.tasks.values())
     for number in range(count):
         task = rng.choice(tasks)

@@ -16,9 +16,11 @@ import gymnasium
 import numpy as np
 import pytest
 
-from env_tau2 import AGENT_GREETING, MAX_CALLS_PER_TURN, STOP_WORDS, Records, Tau2Env, copy_world, do_nothing_reward
-from env_tau2 import domain_data, domain_tasks, parse_turn, refusal, tau2_version, world_changes
+from env_tau2 import AGENT_GREETING, AGENT_STOP_WORDS, MAX_CALLS_PER_TURN, USER_STOP_WORDS, Records, Tau2Env
+from env_tau2 import agent_system_prompt, copy_world, do_nothing_reward, domain_data, domain_tasks, parse_turn, refusal
+from env_tau2 import tau2_version, world_changes
 from tau2.agent.base import BaseAgent
+from tau2.agent.llm_agent import LLMAgent
 from tau2.data_model.message import AssistantMessage, ToolCall, UserMessage
 from tau2.data_model.simulation import TerminationReason
 from tau2.data_model.tasks import Task
@@ -31,6 +33,7 @@ from tau2.user.user_simulator import OUT_OF_SCOPE, STOP, TRANSFER, UserSimulator
 from tests.audit_env import exploit_probes, gold_errors
 from tests.parity_env import FRESH_VPN, as_in_a_fresh_process, campaign, difference, gold_replays, plan, play
 from tests.parity_env import random_call, random_trajectories, user_turn, values_seen
+from user_scripted import ScriptedUser
 
 ROOT = Path(__file__).resolve().parent.parent
 DOMAINS = ("retail", "airline", "telecom", "mock")
@@ -76,10 +79,10 @@ def test_parity_campaign_for_ci():
 
 def test_the_comparison_can_fail():
     """A harness that compares a thing with itself finds nothing: a world changed behind tau2's back must be seen."""
-    env = started("retail", "0")
+    env = started("retail", "0", agent_may_stop=True)
     env.world.tools.db.orders["#W2378156"].status = "cancelled"
     env.act("Bye. ###STOP###")
-    env2 = started("retail", "0")
+    env2 = started("retail", "0", agent_may_stop=True)
     env2.act("Bye. ###STOP###")
     assert difference(env2)[0] is None
     changed = copy.copy(env2)
@@ -90,7 +93,7 @@ def test_the_comparison_can_fail():
 
 def test_an_assertion_about_a_missing_record_is_not_met():
     """Deviation: tau2's evaluator raises there, which would turn a policy's failure into a fault that teaches nothing."""
-    env = started("mock", "create_task_1_with_env_assertions")
+    env = started("mock", "create_task_1_with_env_assertions", agent_may_stop=True)
     env.act("Bye. ###STOP###")
     assert env.outcome == "fail" and env.reward == 0.0 and env.reward_info["env_assertions"][0]["met"] is False
     assert difference(env) == (None, "tau2 raised")
@@ -207,13 +210,18 @@ def essence(message):
     return (message.role, message.content, calls, getattr(message, "error", None), getattr(message, "requestor", None))
 
 
-def orchestrated(env, max_steps=200, max_errors=10):
+class LLMAgentParrot(Parrot):
+    """With the stop rule of tau2's LLMAgent: it inherits the one of BaseAgent."""
+    is_stop = LLMAgent.is_stop
+
+
+def orchestrated(env, max_steps=200, max_errors=10, agent=Parrot):
     """tau2's Orchestrator on the same task with an agent and a user who repeat what was said in `env`."""
     state = env.task.initial_state
     known = len(state.message_history) if state is not None and state.message_history else 1
     said = env.judged[known:]
     environment = registry.get_env_constructor(env.domain)()
-    run = Orchestrator(env.domain, Parrot([m for m in said if m.role == "assistant"]),
+    run = Orchestrator(env.domain, agent([m for m in said if m.role == "assistant"]),
                        ParrotUser([m for m in said if m.role == "user"]), environment, env.task, max_steps, max_errors)
     with as_in_a_fresh_process(env):
         return run.run()
@@ -231,7 +239,7 @@ def test_the_conversation_is_the_orchestrators(domain, count):
     tasks = [tasks[i % len(tasks)] for i in range(count)]
     for number, task in enumerate(tasks):
         limits = {"max_steps": rng.randint(3, 9), "max_errors": rng.randint(1, 3)} if number % 3 == 0 else {}
-        env = Tau2Env(domain, split="base", **limits)
+        env = Tau2Env(domain, split="base", agent_may_stop=True, **limits)
         play(env, task, plan(task, domain, seen, rng), rng, seed=number)
         if env.outcome in ("success", "fail") and env.steps >= env.max_steps:
             continue  # a stop in the last hop: its own test below
@@ -240,6 +248,60 @@ def test_the_conversation_is_the_orchestrators(domain, count):
         assert theirs.termination_reason.value in REASONS[env.outcome]
         ends.append(theirs.termination_reason.value)
     assert len(set(ends)) >= 2 and len(ends) >= 20
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_an_agent_that_says_stop_goes_on_as_tau2s_llm_agent(domain):
+    """Guards the benchmark's protocol: our agent could end the conversation and be judged at once, tau2's cannot.
+
+    The oracle is tau2's Orchestrator with an agent that has LLMAgent's stop rule, and tau2's evaluator.
+    """
+    task = next(t for t in domain_tasks(domain, "base") if t.evaluation_criteria.actions
+                and not (t.initial_state and t.initial_state.message_history))
+    env = started(domain, task.id)
+    said = "###STOP### Your case is closed. ###STOP###"
+    env.act(said)
+    assert env.outcome is None and env.waiting == "user" and env.conversation.messages[-1]["content"] == said
+    env.hear(user_turn("It is not. Please help me."))
+    for who, what in plan(task, domain, {}, random.Random(0), gold=True):
+        if who == "assistant":
+            env.act(json.dumps([{"name": name, "arguments": arguments} for name, arguments in what]))
+        elif who == "user":
+            env.act("Please do that. ###STOP###")
+            env.hear(user_turn("", what))
+            env.hear(user_turn("I did that."))
+        else:
+            env.act(f"For your information: {what}.")
+            env.hear(user_turn("Thank you."))
+    env.act("Goodbye. ###STOP###")
+    assert env.outcome is None
+    env.hear(user_turn("###STOP###"))
+    theirs = orchestrated(env, agent=LLMAgentParrot)
+    assert [essence(m) for m in env.judged] == [essence(m) for m in theirs.messages]
+    assert theirs.termination_reason == TerminationReason.USER_STOP and env.outcome == "success" and env.reward == 1.0
+    assert difference(env) == (None, "1.0")
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_system_prompt_is_what_llm_agent_builds(domain):
+    """Guards comparable scores: an agent without tau2's instruction is another agent. By string, from tau2's class."""
+    env = Tau2Env(domain, split="base")
+    environment = registry.get_env_constructor(domain)()
+    theirs = LLMAgent(tools=environment.get_tools(), domain_policy=environment.get_policy()).system_prompt
+    _, info = env.reset(seed=0)
+    assert "system_prompt" not in info.keys() and info["system_prompt"] == theirs == env.system_prompt
+    assert info["policy"] == environment.get_policy() and agent_system_prompt(info["policy"]) == theirs
+    with pytest.raises(KeyError):
+        info["prompt"]
+
+
+def test_a_scripted_customer_is_puzzled_by_an_agents_stop_word():
+    """Guards the trick the other way round: the word must neither end the talk nor come back from the customer."""
+    env = Tau2Env("retail", user=ScriptedUser())
+    env.reset(seed=0)
+    heard = [env.step(said)[0] for said in ("###STOP###", "I said ###STOP###")]  # one word over and over: it gives up
+    assert env.outcome is None and not any("###" in text for text in heard)
+    assert "do not understand" in heard[-1]
 
 
 def test_tasks_with_a_message_history_go_on_from_it():
@@ -264,7 +326,7 @@ def test_tasks_with_a_message_history_go_on_from_it():
 def test_greeting_and_stop_words_are_tau2s():
     """They are copied, so that litellm need not be imported: they must stay tau2's."""
     assert AGENT_GREETING == DEFAULT_FIRST_AGENT_MESSAGE.content
-    assert set(STOP_WORDS["user"]) == {STOP, TRANSFER, OUT_OF_SCOPE} and STOP_WORDS["assistant"] == (GymAgent.STOP_TOKEN,)
+    assert set(USER_STOP_WORDS) == {STOP, TRANSFER, OUT_OF_SCOPE} and AGENT_STOP_WORDS == (GymAgent.STOP_TOKEN,)
 
 
 def test_a_stop_in_the_last_hop_is_a_stop():
@@ -312,7 +374,10 @@ def test_new_bills_are_named_by_the_seed():
     ('{"content": "hi", "tool_calls": [{"name": "a", "arguments": {}}]}', "call"),
     ("calculate('1')", "bad"), ("calculate(expression=x)", "bad"), ("calculate(**{'expression': '1'})", "bad"),
     ("calculate(expression='1')(b=2)", "bad"), ("calculate(expression='1', expression='2')", "bad"),
-    ('{"name": "a"}', "bad"), ('{"name": "a", "arguments": "{}"}', "bad"), ('{"name": "a", "arguments": {}} please', "bad"),
+    ('{"name": "a"}', "bad"), ('{"name": "a", "arguments": "{}"}', "call"),
+    (r'{"name": "a", "arguments": "{\"b\": \"#W1\"}"}', "call"), (r'{"name": "a", "arguments": "\"{}\""}', "bad"),
+    ('{"name": "a", "arguments": "{"}', "bad"), ('{"name": "a", "arguments": "[1]"}', "bad"),
+    (json.dumps({"name": "a", "arguments": "[" * 5000}), "bad"), ('{"name": "a", "arguments": {}} please', "bad"),
     ("{", "bad"), ("[]", "bad"), ("{}", "bad"), ("[1]", "bad"), ('{"content": 3}', "bad"), ("", "bad"), (" \n\t", "bad"),
     ('{"name": "a", "arguments": {"x": ' + "[" * 40 + "]" * 40 + "}}", "bad"), ("[" * 10_000, "bad"),
     ('{"name": "a", "arguments": {"x": 1' + "0" * 300 + "}}", "bad"), ('{"name": "a", "arguments": {"x": 1' + "0" * 5000 + "}}", "bad"),
@@ -526,7 +591,7 @@ def test_same_seed_same_episode():
 
 def test_reset_options_and_misuse():
     """Guards clear errors: an unknown task, step before reset and after the end, reset in mid-episode."""
-    env = Tau2Env("retail")
+    env = Tau2Env("retail", agent_may_stop=True)
     with pytest.raises(RuntimeError, match="reset"):
         env.step("hi")
     task_id = list(env.tasks)[3]
@@ -549,7 +614,7 @@ def test_reset_options_and_misuse():
     lambda fns: gymnasium.vector.AsyncVectorEnv(fns, shared_memory=False)])
 def test_vector_environments(make):
     """Guards batches of environments: each runs its own episode, and a new one after its end."""
-    venv = make([lambda: Tau2Env("retail"), lambda: Tau2Env("retail")])
+    venv = make([lambda: Tau2Env("retail", agent_may_stop=True)] * 2)
     try:
         observations, infos = venv.reset(seed=[1, 2])
         assert len(observations) == 2 and len(set(infos["task_id"])) == 2
@@ -613,7 +678,8 @@ def test_exploit_probes_of_the_audit():
 @pytest.mark.parametrize("make, named", [
     (lambda: Tau2Env("banking"), "banking"), (lambda: Tau2Env("retail", split="dev"), "dev"),
     (lambda: Tau2Env("retail", task_ids=["none"]), "none"), (lambda: Tau2Env("mock"), "train"),
-    (lambda: Tau2Env("retail", tasks=[]), "retail")])
+    (lambda: Tau2Env("retail", tasks=[]), "retail"), (lambda: Tau2Env("retail", max_steps=0), "max_steps 0"),
+    (lambda: Tau2Env("retail", max_errors=0), "max_errors 0")])
 def test_wrong_names_are_named(make, named):
     """Guards against a KeyError where a user mistyped a name."""
     with pytest.raises(ValueError, match=named):
@@ -679,7 +745,7 @@ def test_against_a_tau2_checkout():
 def test_steps_are_fast_enough_for_rollouts():
     """A loose floor (the bench has the numbers): reset under 20 ms, a tool step under 10 ms, the end under 60 ms."""
     for domain in DOMAINS:
-        env = started(domain)
+        env = started(domain, agent_may_stop=True)
         tool = next(name for name in ("get_user_details", "get_customer_by_id", "get_users") if name in env.tool_names)
         times = {"reset": [], "step": [], "end": []}
         for _ in range(15):
