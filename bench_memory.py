@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from attention import pack_layout, sink_block_mask, sink_flex, sink_logits, sinkflex_attention
-from grpo import token_logps
+from grpo import WideAdamW, token_logps
 from machine import unseen_card
 from model import SMALL_POLICY, make_trainable
 
@@ -98,7 +98,7 @@ def measure_cell(cfg: MemoryBench) -> dict:
         resource.setrlimit(resource.RLIMIT_DATA, (int(cfg.vram_cap * 2**30), resource.RLIM_INFINITY))
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM
     base = torch.cuda.memory_allocated() if cuda else resident("VmRSS")
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=cuda)
+    optimizer = WideAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     seconds = timeit.repeat(lambda: (bench_step(cfg, model, optimizer, ids), cuda and torch.cuda.synchronize()),
                             setup="import gc; gc.enable()", number=1, repeat=4)  # the first one warms up
     peak, step_s = torch.cuda.max_memory_allocated() if cuda else resident("VmHWM"), sorted(seconds[1:])[1]
@@ -173,9 +173,10 @@ def plan_cell(cfg: MemoryBench) -> dict:
         for experts in [m.experts for m in model.modules() if hasattr(m, "experts") and cfg.moe_tile]:
             experts.forward = lambda *xs, inner=experts.forward: torch.cat([
                 checkpoint(inner, *tile, use_reentrant=False) for tile in zip(*(x.split(cfg.moe_tile) for x in xs))])
-        meter.phase, optimizer = "optimizer", torch.optim.AdamW(model.parameters(), foreach=cfg.device == "cuda")
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        meter.phase, trained = "optimizer", [p for p in model.parameters() if p.requires_grad]
+        optimizer = WideAdamW(trained, lr=1e-3)
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         before, meter.phase, meter.peak = meter.now / 2**30, "step", 0

@@ -97,7 +97,7 @@ def update_policy(model, optimizer, batch: dict, advantages: Tensor, *, make_lay
     share = partial(grpo_loss, kind=loss, clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef,
                     tis_cap=tis_cap, max_response_tokens=max_response_tokens, episodes=len(rows),
                     tokens=metrics["trained_tokens"])
-    updates, parameters = [], [p for group in optimizer.param_groups for p in group["params"]]
+    updates, parameters = [], [p for p in model.parameters() if p.requires_grad]
     try:
         add_reference(packs if kl_coef else [], model, ref_model, temperature)
         for _ in range(updates_per_step if packs else 0):
@@ -258,7 +258,7 @@ class ChunkedLogps(torch.autograd.Function):
             logp, entropy, excess, scale = chunk_terms(hidden[part], head, targets[part], temperature)
             terms.append(torch.cat([logp, entropy], 1))
             if with_grad:
-                slope[part] = (excess.to(head.dtype) @ head) / scale
+                slope[part] = wide_mm(excess, head) / scale
         ctx.save_for_backward(hidden, head, targets, slope)
         ctx.temperature, ctx.chunk = temperature, chunk
         logps, entropies = (x.clone() for x in torch.cat(terms).T)  # (N,), (N,)
@@ -268,24 +268,52 @@ class ChunkedLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, head, targets, slope = ctx.saved_tensors
-        grad, grad_head = grad.unsqueeze(1), torch.zeros_like(head) if ctx.needs_input_grad[1] else None
-        rows = len(hidden) if ctx.needs_input_grad[1] else 0
+        grad, grad_head, rows = grad.unsqueeze(1), None, 0
+        if ctx.needs_input_grad[1]:
+            grad_head = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))  # (V, C)
+            rows = len(hidden)
         for part in (slice(i, i + ctx.chunk) for i in range(0, rows, ctx.chunk)):
             _, _, excess, scale = chunk_terms(hidden[part], head, targets[part], ctx.temperature)
-            grad_head.addmm_(excess.to(head.dtype).T, (hidden[part] * grad[part] / scale).to(head.dtype))
+            add_product(grad_head, excess.T, (hidden[part] * grad[part] / scale).to(head.dtype))
         return slope if slope is None else (slope * grad).to(slope.dtype), grad_head, None, None, None, None
 
 
 def chunk_terms(hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
     """Log-prob, entropy (n, 1); excess (n, V) / scale (n, 1) is d log-prob / d logit. At least fp32."""
-    logits, targets = hidden.to(head.dtype) @ head.T, targets.unsqueeze(1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
+    targets = targets.unsqueeze(1)
+    logits = wide_mm(hidden.to(head.dtype), head.T).div_(temperature)
     logits -= logits.amax(1, keepdim=True)
     weights = logits.exp()
     total = weights.sum(1, keepdim=True)
     logp = logits.gather(1, targets) - total.log()
     entropy = total.log() - torch.linalg.vecdot(weights, logits).unsqueeze(1) / total  # no third (n, V)
     return logp, entropy, weights.scatter_add_(1, targets, -total), -temperature * total
+
+
+def wide_mm(a: Tensor, b: Tensor) -> Tensor:
+    """a (n, k) @ b (k, m) without rounding the result to b's dtype: at least float32, of exact products.
+
+    A logit of 43 in bfloat16 is a multiple of 0.25; float32 logits from the same operands cost no more on a
+    GPU, whose kernels sum in float32 anyway. A CPU has none that does: b is widened, a few columns at a time.
+    """
+    wide = torch.promote_types(b.dtype, torch.float32)
+    if b.dtype == wide:
+        return a.to(wide) @ b
+    if b.is_cuda:
+        return torch.mm(a.to(b.dtype), b, out_dtype=wide)
+    a = a.to(wide)
+    columns = max(1, 2 ** 20 // len(b))
+    return torch.cat([a @ part.to(wide) for part in b.split(columns, dim=1)], dim=1)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (n, m) += a (n, k) @ b (k, m), in total's dtype; for a narrow b 64 MiB of products at a time."""
+    if b.dtype == total.dtype:
+        total.addmm_(a, b)
+        return
+    rows = max(1, 2 ** 24 // b.shape[1])
+    for part, factors in zip(total.split(rows), a.split(rows)):
+        part += wide_mm(factors, b)
 
 
 def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, *, temperature: float = 1.0,
@@ -298,3 +326,38 @@ def token_logps(hidden: Tensor, head_weight: Tensor, targets: Tensor, *, tempera
     chunk = chunk or max(1, (2 ** 23 if hidden.device.type == "cpu" else 2 ** 25) // len(head_weight))
     with_grad = torch.is_grad_enabled() and hidden.requires_grad
     return ChunkedLogps.apply(hidden, head_weight, targets, temperature, chunk, with_grad)
+
+
+class WideAdamW(torch.optim.AdamW):
+    """AdamW that sums gradients and updates in float32, whatever dtype the model computes in.
+
+    A bfloat16 weight near 0.02 lies on a grid of 2**-13 = 1.2e-4: an update of 2e-5 would round away, every
+    time. So the optimizer's own parameters are float32 masters, and the model's are their rounded values.
+    Parameters that are float32 already (adapters, sinks) are handed to torch's AdamW as they are.
+    """
+
+    def __init__(self, parameters, lr: float):
+        self.rounded = {}  # master -> the model's parameter
+        held = []
+        for parameter in parameters:
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            if parameter.dtype == wide or not parameter.requires_grad:
+                held.append(parameter)
+                continue
+            parameter.grad_dtype = wide  # autograd adds micro-batches up in it
+            master = torch.nn.Parameter(parameter.detach().to(wide))
+            self.rounded[master] = parameter
+            held.append(master)
+        super().__init__(held, lr=lr, weight_decay=0.0)
+
+    def step(self, closure=None):
+        for master, parameter in self.rounded.items():
+            master.grad = parameter.grad
+        super().step(closure)
+        for master, parameter in self.rounded.items():
+            parameter.data.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter in self.rounded.values():
+            parameter.grad = None

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType
 
 import torch
 from huggingface_hub import constants
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GptOssConfig, Mxfp4Config
 
 from attention import use_sink_attention
+from grpo import wide_mm
 from machine import sync_paths, unseen_card, usable_cards
 
 SMALL_POLICY = Path(globals().get("__file__", "model.py")).resolve().parent / "tiny" / "policy"
@@ -99,7 +101,9 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
         model, tokenizer = read_policy(chosen, where, dtype)
     preset = "tiny" if "<|tiny|>" in tokenizer.get_vocab() else "lora"
     neutralise(model, tokenizer)
-    check_head(model.get_base_model() if isinstance(model, PeftModel) else model, chosen)
+    causal = model.get_base_model() if isinstance(model, PeftModel) else model
+    use_wide_head(causal)
+    check_head(causal, chosen)
     if attn == "sdpa" and any(key.endswith("sinks") for key, _ in model.named_parameters()):
         raise ValueError(f"model {chosen!r} has attention sinks, which sdpa ignores; allowed: sinkflex, eager")
     use_sink_attention(model) if attn == "sinkflex" else model.set_attn_implementation(attn)
@@ -132,7 +136,7 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
         model, tokenizer = read_policy(PeftConfig.from_pretrained(path).base_model_name_or_path, device, dtype)
         model = PeftModel.from_pretrained(model, path, is_trainable=True)
         if (path / "sinks.safetensors").is_file():
-            sinks = {key: p for key, p in model.named_parameters() if key.endswith("sinks")}
+            sinks = {key: widen(p) for key, p in model.named_parameters() if key.endswith("sinks")}
             copy_into(sinks, load_file(path / "sinks.safetensors"), path)
         return model, tokenizer
     source, options = str(path), {"local_files_only": not online}  # without a hub its cache may hold the model
@@ -174,6 +178,23 @@ def neutralise(model, tokenizer) -> None:
     model.config.pad_token_id = tokenizer.pad_token_id
 
 
+def use_wide_head(model):
+    """Makes a model's own logits float32 with the product that grpo.token_logps scores with: what samples is scored.
+
+    The weight stays as it is, tied or not. Changed in place.
+    """
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear) and head.weight.dtype != torch.float32:
+        head.forward = MethodType(wide_logits, head)  # a method, so that a deep copy gets its own
+    return model
+
+
+def wide_logits(head: torch.nn.Linear, hidden: Tensor) -> Tensor:
+    """Float32 logits (..., V) of hidden states (..., C): the forward of an output head."""
+    logits = wide_mm(hidden.flatten(0, -2), head.weight.T).unflatten(0, hidden.shape[:-1])
+    return logits if head.bias is None else logits + head.bias
+
+
 @torch.no_grad()
 def check_head(model, name: str, tolerance: float = 1e-2) -> float:
     """Refuses, by name, a model whose logits are not hidden states times head, as grpo.token_logps takes them to be.
@@ -183,7 +204,7 @@ def check_head(model, name: str, tolerance: float = 1e-2) -> float:
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     ids = torch.arange(1, 17, device=model.device)[None] * 37 % config.vocab_size  # (1, 16)
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state  # (1, 16, C)
-    ours = (hidden @ head.weight.T).float().log_softmax(-1)  # (1, 16, V)
+    ours = wide_mm(hidden[0], head.weight.T).log_softmax(-1)[None]  # (1, 16, V)
     gap = (ours - model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)).abs().max().item()
     if not gap <= tolerance:
         known = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -207,7 +228,15 @@ def make_trainable(model, lora_rank: int, train_sinks: bool):
             parameter.requires_grad_(".router." not in key and ".mlp.gate." not in key)
         elif key.endswith("sinks"):
             parameter.requires_grad_(train_sinks)
+        if key.endswith("sinks") and parameter.requires_grad:
+            widen(parameter)  # beside fp32 adapters, as attention takes them
     return model
+
+
+def widen(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The same parameter, now of at least float32."""
+    parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    return parameter
 
 
 def save_policy(folder: str | Path, policy: Policy) -> None:
@@ -269,10 +298,11 @@ def file_sum(path: Path) -> str:
 
 
 def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int = 2) -> None:
-    """Writes run_dir/ckpt_STEP: what is trained, AdamW's moments by parameter name, and the state (tensors such as RNG
-    states, and JSON values, by name). No pickle anywhere. So many as `keep` of the newest ckpt_* beside it stay."""
-    folder, names = Path(folder), {p: name for name, p in model.named_parameters()}
+    """Writes run_dir/ckpt_STEP: what is trained, AdamW's moments and masters by parameter name, and the state (tensors
+    such as RNG states, and JSON values, by name). No pickle anywhere. The `keep` newest ckpt_* beside it stay."""
+    folder, names = Path(folder), names_in(model, optimizer)
     moments = {f"{names[p]}::{key}": value for p, values in optimizer.state.items() for key, value in values.items()}
+    moments |= {f"{names[p]}::master": p.detach() for p in getattr(optimizer, "rounded", {})}
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
     def write(aside: Path) -> None:
@@ -285,15 +315,25 @@ def save_checkpoint(folder: str | Path, model, optimizer, state: dict, keep: int
         shutil.rmtree(old)
 
 
+def names_in(model, optimizer) -> dict[Tensor, str]:
+    """What the optimizer holds -> its name in the model; a grpo.WideAdamW holds masters of narrow parameters."""
+    names = {p: name for name, p in model.named_parameters()}
+    return names | {master: names[p] for master, p in getattr(optimizer, "rounded", {}).items()}
+
+
 def load_checkpoint(folder: str | Path, model, optimizer) -> dict:
-    """Puts weights and moments back and returns the state. Hyperparameters (lr) stay the optimizer's own."""
+    """Puts weights, masters and moments back and returns the state. Hyperparameters (lr) stay the optimizer's own."""
     folder, weights = Path(folder), {p: name for name, p in model.named_parameters() if p.requires_grad}
     copy_into({name: p for p, name in weights.items()}, load_file(folder / "weights.safetensors"), folder)
     moments: dict[str, dict[str, Tensor]] = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
         name, _, kind = key.partition("::")
         moments.setdefault(name, {})[kind] = value
-    order = [weights[p] for group in optimizer.param_groups for p in group["params"]]  # torch counts parameters
+    names = names_in(model, optimizer)
+    for master, parameter in getattr(optimizer, "rounded", {}).items():
+        master.data.copy_(moments.get(names[master], {}).pop("master", parameter.detach()))
+    moments = {name: values for name, values in moments.items() if values}  # a master alone: not stepped yet
+    order = [names[p] for group in optimizer.param_groups for p in group["params"]]  # torch counts parameters
     optimizer.load_state_dict(optimizer.state_dict() | {
         "state": {i: moments[name] for i, name in enumerate(order) if name in moments}})
     return json.loads((folder / "state.json").read_text(encoding="utf-8")) | load_file(folder / "state.safetensors")

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from attention import pack_layout
 from chat import load_chat
-from grpo import group_advantages, update_policy
+from grpo import WideAdamW, group_advantages, update_policy
 from model import load_policy, save_checkpoint, save_policy
 from report import append_row, eval_summary, plot_run, read_rows
 from rollout import Row, collect, generate_turns, to_batch
@@ -334,7 +334,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
     trainable = [p for p in policy.model.parameters() if p.requires_grad]
     return cfg, dict(
         policy=policy, chat=chat, reference=reference, user=make_user(cfg, policy, chat, reference),
-        optimizer=torch.optim.AdamW(trainable, lr=cfg.lr, weight_decay=0.0),
+        optimizer=WideAdamW(trainable, lr=cfg.lr),
         make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
         train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
