@@ -20,6 +20,13 @@ from jinja2 import TemplateError
 # Stands where the policy's turn would be, so that what the template writes after a turn can be cut off behind it.
 TURN_MARK = "TURN0MARK0STANDS0HERE"
 
+# Reasoning as models write it into their text: <think>, <thinking> or [THINK], and harmony's channels.
+THINK_OPEN = r"(?:<think(?:ing)?>|\[THINK\])"
+THINK_CLOSE = r"(?:</think(?:ing)?>|\[/THINK\])"
+HARMONY_MESSAGE = re.compile(r"<\|channel\|>([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)"
+                             r"(?=<\|(?:end|return|call|start|channel)\|>|\Z)", re.S)
+CALL_LIKE = re.compile(r"[{\[]|\w+\s*\(.*\)\Z", re.S)  # what the environment may read as a call
+
 # The tokens that end an assistant turn. Elsewhere the template shows it: the added token right behind the turn.
 HARMONY_STOPS = ("<|return|>", "<|call|>")
 EXTRA_STOPS = ("<|eom_id|>",)  # Llama 3 ends a turn with it when it expects a tool's answer
@@ -99,13 +106,21 @@ class Chat:
 
     def parse(self, turn_ids: list[int]) -> str:
         """The action that a sampled turn stands for; the policy's thinking is left out of it. Never raises."""
+        opened = "<think>" if self.think_open else ""
         if self.family in ("tiny", "llama3"):
-            text = self.tokenizer.decode(turn_ids, skip_special_tokens=True).strip()
+            text = spoken_text(opened + self.tokenizer.decode(turn_ids, skip_special_tokens=True))
             return llama3_action(text) if self.family == "llama3" else text
-        closed = self.family != "harmony" and bool(turn_ids) and turn_ids[-1] in self.stop_ids
+        if self.family == "harmony":
+            text = self.tokenizer.decode(turn_ids, skip_special_tokens=False)
+            parts = self.tokenizer.parse_response(text, prefix="", schema=TURN_PARTS["harmony"])
+            content = spoken_text("\n".join(piece for piece in parts.get("content", []) if piece))
+            calls = [call_text(call) for call in parts.get("tool_calls", [])]
+            if content and not calls:  # a message without a recipient is speech, even one that looks like a call
+                return json.dumps({"content": content}) if CALL_LIKE.match(content) else content
+            return action_text(content, calls)
+        closed = bool(turn_ids) and turn_ids[-1] in self.stop_ids
         text = self.tokenizer.decode(turn_ids[:-1] if closed else turn_ids, skip_special_tokens=False)
-        parts = self.tokenizer.parse_response("<think>" * self.think_open + text, prefix="",
-                                              schema=TURN_PARTS["harmony" if self.family == "harmony" else "hermes"])
+        parts = self.tokenizer.parse_response(spoken_text(opened + text), prefix="", schema=TURN_PARTS["hermes"])
         content = "\n".join(piece for piece in parts.get("content", []) if piece)
         return action_text(content, [call_text(call) for call in parts.get("tool_calls", [])])
 
@@ -153,6 +168,25 @@ class Chat:
             closer = next(c for c in self.closers if tail.startswith(c))
             text += tail if i == 0 else tail[len(closer):]
         return text or self._tail([{"role": "assistant", "content": TURN_MARK}], generation_prompt=True)
+
+
+def spoken_text(text: str) -> str:
+    """What of a model's text is said aloud: its reasoning taken out, the rest stripped; "" where all is reasoning.
+
+    A block may be closed, cut short (all that follows is reasoning) or closed without an opening, where a template
+    opened it in the prompt (all before it is reasoning). Of harmony's channels final is speech, and commentary that
+    names no recipient; "analysis...assistantfinal..." is what a server leaves of it that drops special tokens.
+    """
+    if "<|channel|>" in text:
+        said = [body for header, body in HARMONY_MESSAGE.findall(text)
+                if "to=" not in header and header.split()[:1] in (["final"], ["commentary"])]
+        text = "\n".join(said)
+    elif text.lstrip().startswith("analysis") and "assistantfinal" in text:
+        text = text.rpartition("assistantfinal")[2]
+    text = re.sub(rf"{THINK_OPEN}.*?{THINK_CLOSE}", "", text, flags=re.S | re.I)
+    text = re.sub(rf"\A.*{THINK_CLOSE}", "", text, flags=re.S | re.I)
+    text = re.sub(rf"{THINK_OPEN}.*\Z", "", text, flags=re.S | re.I)
+    return text.strip()
 
 
 def load_chat(tokenizer) -> Chat:

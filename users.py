@@ -25,6 +25,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from chat import spoken_text
+
 USER_STOP = "###STOP###"  # tau2/user/base.py
 USER_TRANSFER = "###TRANSFER###"
 
@@ -48,12 +50,19 @@ def customer_view(conversation) -> tuple[str, list[dict]]:
 
 
 def read_turn(text: str, calls: list[dict], conversation) -> UserTurn:
-    """A model's answer as a turn; nothing said and nothing done, or a tool that is not there, is a fault."""
+    """A model's answer as a turn. Its reasoning is left out, so that no stop word in it counts.
+
+    Nothing said and nothing done, and a tool that is not there, are faults. Raises: ValueError for arguments that are
+    a string but no JSON.
+    """
+    text = spoken_text(text)
+    calls = [{"name": c["name"], "arguments": json.loads(c["arguments"]) if isinstance(c["arguments"], str)
+              else c["arguments"]} for c in calls]  # models do write "arguments": "{...}"
     names = [t["function"]["name"] for t in conversation.user_tools]
     wrong = [c["name"] for c in calls if c["name"] not in names or not isinstance(c["arguments"], dict)]
-    if wrong or not (calls or text.strip()):
+    if wrong or not (calls or text):
         return UserTurn(fault=f"the customer's model {f'called {wrong[0]!r}' if wrong else 'said nothing'}")
-    return UserTurn(tool_calls=calls) if calls else UserTurn(text.strip())
+    return UserTurn(tool_calls=calls) if calls else UserTurn(text)
 
 
 class LLMUser:
@@ -190,14 +199,19 @@ class PolicyUser:
                 self.cache.held.pop(id(old), None)
 
     def _read(self, conversation, row) -> UserTurn:
-        action = self.chat.parse(row.sampled)
+        action = self.chat.parse(row.sampled)  # without its thinking
         try:
             call = json.loads(action) if action[:1] in ("{", "[") else {}
         except ValueError:
             call = {}
+        if isinstance(call, dict) and list(call) == ["content"]:  # speech that looks like a call
+            return read_turn(call["content"], [], conversation)
         calls = call.get("tool_calls", [call]) if isinstance(call, dict) else call
         calls = [c for c in calls if isinstance(c, dict) and "name" in c and "arguments" in c]
-        return read_turn("" if calls else action, calls, conversation)
+        try:
+            return read_turn("" if calls else action, calls, conversation)
+        except ValueError as error:
+            return UserTurn(fault=f"the customer's model wrote arguments that are not JSON: {str(error)[:200]}")
 
 
 class ReplayUser:
@@ -219,7 +233,10 @@ class ReplayUser:
         for number, line in enumerate(lines[:-1] if torn else lines, 1):
             try:
                 row = json.loads(line)
-                self.turns[row["key"]] = UserTurn(**row["turn"])
+                turn = UserTurn(**row["turn"])
+                turn.text = spoken_text(turn.text)
+                if turn.text or turn.tool_calls:  # a turn that was only reasoning is none: asked again, or a fault
+                    self.turns[row["key"]] = turn
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{self.path}, line {number}: not a recorded turn ({error})") from None
         if record:

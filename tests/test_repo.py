@@ -18,7 +18,7 @@ FILES = CARD + HELPERS + TINY
 MAY_IMPORT = {
     "rollout.py": {"key_cache"}, "key_cache.py": set(), "grpo.py": set(), "attention.py": set(),
     "env_tau2.py": set(), "chat.py": set(),
-    "users.py": set(), "user_scripted.py": {"users"}, "report.py": set(), "machine.py": set(),
+    "users.py": {"chat"}, "user_scripted.py": {"users"}, "report.py": set(), "machine.py": set(),
     "model.py": {"attention", "grpo", "machine"}, "run_folder.py": {"machine", "model", "report"},
     "bench_memory.py": {"attention", "grpo", "key_cache", "machine", "model"},
 }
