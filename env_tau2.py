@@ -436,6 +436,7 @@ class Tau2Env(gymnasium.Env):
         if message.role == "tool":
             plain["name"] = self.call_names.get(message.id, "")
             plain |= {"requestor": "user"} if message.requestor == "user" else {}
+            plain |= {"error": True} if message.error else {}
         elif message.tool_calls:
             plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
             self.call_names.update({call.id: call.name for call in message.tool_calls})

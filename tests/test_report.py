@@ -2,19 +2,22 @@
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import report as report_room
 from report import (METRICS, append_row, bootstrap_ci, compare_runs, eval_summary, paired_difference, pass_hat_k, plot_run,
-                    read_rows, write_html)
+                    read_rows, tau2_messages, write_html, write_tau2_results)
+from tests.replay_results import replay_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -405,3 +408,83 @@ def test_import_costs_no_plot_library():
                           capture_output=True, text=True, env=os.environ)
     assert done.stdout.strip() == "False", done.stderr
     assert math.isfinite(report_room.bootstrap_ci([0.0, 1.0])[0])
+
+
+# ---------------------------------------------------------------- tau2's own files
+
+def tau2_run(path, domain="mock", spoiled=()):
+    """A run folder with an evaluation of 8 tasks (and one that faults spoiled) in 4 trials, played on Tau2Env."""
+    from env_tau2 import Tau2Env, domain_tasks, tau2_version
+    from tests.parity_env import plan, play, values_seen
+    tasks = domain_tasks(domain, "base")[:9]
+    rng, seen, episodes = random.Random(3), values_seen(domain), []
+    for number, task in enumerate(tasks):
+        for trial in range(4):
+            env = Tau2Env(domain, tasks=[task], max_steps=200 if rng.random() < 0.8 else 3)
+            gold = rng.random() < 0.7
+            play(env, task, plan(task, domain, seen, rng, gold=gold), rng, seed=number)
+            if env.outcome is None:  # the agent's stop word is a text
+                env.hear(SimpleNamespace(text="###STOP###", tool_calls=[], fault=None))
+            fault = number == 8 or (number, trial) in spoiled
+            episodes.append(episode(task.id, 0.0 if fault else env.reward, "user_error" if fault else env.outcome,
+                                    trial, messages=env.transcript, reward_info=env.reward_info, seed=number))
+    (path / "episodes").mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"env": domain, "seed": 0}))
+    (path / "eval_tasks.json").write_text(json.dumps([task.model_dump(mode="json") for task in tasks]))
+    (path / "episodes/eval_000004_sampled.jsonl").write_text("".join(json.dumps(e) + "\n" for e in episodes))
+    append_row(path / "metrics.jsonl", eval_summary(episodes) | {
+        "step": 4, "user": "scripted", "policy": "tiny", "tau2_version": tau2_version(), "split": "base", "env": domain,
+        "eval_trials": 4})
+    return eval_summary(episodes)
+
+
+@pytest.mark.parametrize("domain, spoiled", [("mock", ()), ("telecom", ()), ("mock", ((0, 1), (2, 3)))])
+def test_tau2_reads_our_evaluation_and_counts_alike(tmp_path, domain, spoiled):
+    """Guards a score that tau2's own commands would not give; tau2's loader and metrics are the oracle."""
+    from tau2.data_model.simulation import Results
+    from tau2.metrics.agent_metrics import compute_metrics
+    ours = tau2_run(tmp_path / "run", domain, spoiled)
+    said = write_tau2_results(tmp_path / "run", tmp_path / "results.json")
+    whole = 32 - len(spoiled)
+    assert f"{whole} simulations of 8 tasks" in said and f"{4 + len(spoiled)} of 36 episodes" in said
+    results = Results.load(tmp_path / "results.json")
+    theirs = compute_metrics(results)
+    assert len(results.simulations) == whole and set(theirs.pass_hat_ks) == set(range(1, 4 if spoiled else 5))
+    for k, share in theirs.pass_hat_ks.items():
+        if not spoiled or k == 1:  # beyond, ours is over the tasks with k whole trials and tau2's over all: same here
+            assert share == pytest.approx(ours["eval_pass_hat_k"][str(k)], abs=1e-12)
+    assert 0 < theirs.pass_hat_ks[1] < 1
+    if not spoiled:
+        assert theirs.avg_reward == pytest.approx(ours["eval_mean_at_1"], abs=1e-12)
+
+
+@pytest.mark.parametrize("domain", ["mock", "telecom"])
+def test_our_results_file_replays_to_the_same_rewards(tmp_path, domain):
+    """Guards the file's messages: a lost call, id or flag would make tau2's evaluator give another reward."""
+    tau2_run(tmp_path / "run", domain)
+    write_tau2_results(tmp_path / "run", tmp_path / "results.json")
+    counts = replay_file(tmp_path / "results.json")
+    raised = 32 - counts["tau2_as_recorded"]  # an assertion about a missing record: ours is 0, tau2's evaluator raises
+    assert counts["simulations"] == counts["ours_as_recorded"] == 32 and counts["refused"] == 0
+    assert counts["ours_as_tau2"] == 32 - raised and raised <= (4 if domain == "mock" else 0)
+
+
+def test_malformed_turns_are_not_among_tau2s_messages():
+    """Guards tau2's replay: a tool answer without a call is refused there, and no verdict saw the turn here."""
+    from env_tau2 import Tau2Env
+    env = Tau2Env("mock", split="base")
+    env.begin("create_task_1", 0)
+    env.hear(SimpleNamespace(text="Hello", tool_calls=[], fault=None))
+    for action in ("{broken", json.dumps([{"name": "get_users", "arguments": {}}, {"name": "fly", "arguments": {}}]), "Hi"):
+        env.act(action)
+
+    def essence(message):
+        calls = [(c.name, c.arguments, c.requestor) for c in getattr(message, "tool_calls", None) or []]
+        return message.role, message.content, calls, getattr(message, "error", None), getattr(message, "requestor", None)
+    assert [essence(m) for m in tau2_messages(json.loads(json.dumps(env.transcript)))] == [essence(m) for m in env.judged]
+
+
+def test_a_run_without_an_evaluation_has_no_results_file(tmp_path):
+    """Guards a clear line instead of a stack trace."""
+    with pytest.raises(ValueError, match="eval-only"):
+        write_tau2_results(make_run(tmp_path / "run"), tmp_path / "x.json")
