@@ -320,7 +320,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     train_tasks, eval_tasks = load_tasks(cfg)
     if cfg.tasks_per_step > len(train_tasks):
-        print(f"note: --tasks-per-step {cfg.tasks_per_step}, but there are {len(train_tasks)} tasks: each step takes all")
+        print(f"note: --tasks-per-step {cfg.tasks_per_step} is more than the {len(train_tasks)} tasks: a step takes all")
     reference = None
     if cfg.ref_copy:
         reference = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=0, attn=cfg.attn).model
@@ -342,8 +342,8 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         optimizer=WideAdamW(trainable, lr=cfg.lr),
         make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
-        eval_tasks=eval_tasks, train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], do_nothing=do_nothing,
-        batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
+        train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], eval_tasks=eval_tasks,
+        do_nothing=do_nothing, batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
 
 
 def train(cfg: Config) -> Path:
