@@ -320,7 +320,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     train_tasks, eval_tasks = load_tasks(cfg)
     if cfg.tasks_per_step > len(train_tasks):
-        print(f"note: --tasks-per-step {cfg.tasks_per_step} is more than the {len(train_tasks)} tasks: a step takes all")
+        print(f"note: --tasks-per-step {cfg.tasks_per_step} is more than the {len(train_tasks)} tasks: all of them")
     reference = None
     if cfg.ref_copy:
         reference = load_policy(cfg.model, device=cfg.device, dtype=cfg.dtype, lora_rank=0, attn=cfg.attn).model
