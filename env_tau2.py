@@ -127,7 +127,7 @@ class DomainData:
             if len(self.starts) > 1000:  # of synthetic tasks there is no end
                 self.starts.clear()
             world, gold, state, criteria = self.world, None, task.initial_state, task.evaluation_criteria
-            if criteria is not None and RewardType.NL_ASSERTION in criteria.reward_basis:
+            if needs_judge(task):
                 raise ValueError(f"task {task.id} is paid by a language model's verdict, which is not asked for here")
             if state is not None:
                 world = copy_world(world)
@@ -142,6 +142,12 @@ class DomainData:
                 gold = world_changes(gold_world)
             self.starts[key] = world, gold
         return self.starts[key]
+
+
+def needs_judge(task: Task) -> bool:
+    """Whether a language model's verdict is part of the task's reward (tau2 1.x has such tasks, 26.3 has none)."""
+    criteria = task.evaluation_criteria
+    return criteria is not None and RewardType.NL_ASSERTION in criteria.reward_basis
 
 
 @functools.lru_cache(maxsize=None)
@@ -160,7 +166,9 @@ def domain_tasks(domain: str, split: str) -> list[Task]:
         raise ValueError(f"unknown split {split!r} of {domain}; allowed: {', '.join(splits)}, each also with _clean")
     wanted = set(splits[name])
     tasks = [task for task in data.tasks.values() if task.id in wanted]
-    return tasks if name == split else [task for task in tasks if do_nothing_reward(task, domain) == 0.0]
+    if name == split:
+        return tasks
+    return [task for task in tasks if needs_judge(task) or do_nothing_reward(task, domain) == 0.0]
 
 
 def do_nothing_reward(task: Task, domain: str = "retail") -> float:

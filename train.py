@@ -35,7 +35,7 @@ from user_scripted import ScriptedUser
 from users import LLMUser, PolicyUser, ReplayUser
 
 try:
-    from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, tau2_version
+    from env_tau2 import Tau2Env, do_nothing_reward, domain_tasks, needs_judge, tau2_version
 except ImportError as tau2_fault:
     if __name__ != "__main__":
         raise
@@ -159,13 +159,22 @@ def parse_args(argv: list[str]) -> Config:
     return tyro.cli(Config, default=default, args=argv, description=__doc__)
 
 
+def leave_judged_out(tasks: list, split: str) -> list:
+    """The tasks that tau2 judges without a language model; one line names the others."""
+    judged = [task.id for task in tasks if needs_judge(task)]
+    if judged:
+        print(f"{split}: {len(judged)} of {len(tasks)} tasks need a judge model and are left out: {', '.join(judged)}")
+    return [task for task in tasks if task.id not in judged]
+
+
 def load_tasks(cfg: Config) -> tuple[list, list]:
     """(training tasks, held-out tasks), both tau2 Task objects."""
     if cfg.tasks == "synthetic":
         return (make_tasks(n=1000, seed=cfg.seed, split="train"), make_tasks(n=cfg.eval_tasks, seed=0, split="val"))
-    held_out = domain_tasks(cfg.env, cfg.eval_split)
+    held_out = leave_judged_out(domain_tasks(cfg.env, cfg.eval_split), cfg.eval_split)
     order = random.Random(0).sample(range(len(held_out)), len(held_out))[: cfg.eval_tasks]
-    return domain_tasks(cfg.env, cfg.split), [held_out[i] for i in sorted(order)]
+    tasks = leave_judged_out(domain_tasks(cfg.env, cfg.split), cfg.split)
+    return tasks, [held_out[i] for i in sorted(order)]
 
 
 def pick_tasks(task_ids: list[str], seed: int, step: int, count: int) -> list[str]:

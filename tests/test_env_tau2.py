@@ -697,6 +697,19 @@ def test_synthetic_tasks():
         assert env.outcome == "success"
 
 
+def test_tasks_that_need_a_judge_model_are_left_out_by_name(capsys):
+    """Guards tau2 1.x: 40 retail tasks are paid by a model's verdict; met in a run they would be faults, unnamed."""
+    from train import leave_judged_out
+    plain = domain_tasks("retail", "base")[:3]
+    criteria = plain[1].evaluation_criteria.model_dump() | {"reward_basis": ["DB", "NL_ASSERTION"]}
+    judged = Task.model_validate(plain[1].model_dump() | {"evaluation_criteria": criteria})
+    assert leave_judged_out([plain[0], judged, plain[2]], "train") == [plain[0], plain[2]]
+    assert f"1 of 3 tasks need a judge model and are left out: {judged.id}" in capsys.readouterr().out
+    assert leave_judged_out(plain, "train") == plain and capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="language model's verdict"):
+        Tau2Env("retail", tasks=[judged]).reset()
+
+
 def test_the_plain_customer_ends_by_itself():
     """Guards gymnasium.make alone: the built-in user says its scenario and stops after a few turns."""
     env = Tau2Env("retail")
