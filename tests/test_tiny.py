@@ -1,5 +1,6 @@
 """The synthetic retail tasks, the oracle's demonstrations, and the small policy's tokenizer and warm start."""
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -10,11 +11,11 @@ import torch
 
 from chat import load_chat
 from env_tau2 import Tau2Env, do_nothing_reward
-from tiny.tasks_retail import (LEVEL_SHARES, make_tasks, naming_options, retail_data, split_customers, task_level,
-                               verified)
+from tiny.tasks_retail import (LEVEL_SHARES, make_tasks, naming_options, retail_data,
+                               split_customers, task_level, verified)
 from tiny.warm_start import (ASK_IDENTITY, CALL_PIECES, Demo, agent_log_probs, build_tokenizer, copy_batch,
-                             copy_tokens, demonstrate, load_stage, make_optimizers, oracle_turns, policy_config,
-                             save_stage, slipped, training_batch, warm_step)
+                             copy_tokens, demonstrate, held_out, load_stage, make_optimizers, oracle_turns, policy_config,
+                             save_stage, slipped, training_batch, warm_start, warm_step)
 from user_scripted import ScriptedUser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +78,16 @@ def test_customers_are_disjoint_and_none_is_from_the_benchmark_test():
 def tau2_retail_folder():
     from tau2.domains.retail.utils import RETAIL_TASK_SET_PATH
     return Path(RETAIL_TASK_SET_PATH).parent
+
+
+def test_nothing_is_planted_in_what_ships(chat):
+    """A start that is low because of a planted fault lets GRPO look good by unlearning it (seen: 0.22 here)."""
+    from model import load_policy
+    assert inspect.signature(warm_start).parameters["careless"].default == 0.0
+    tasks = make_tasks(24, 5, "val", levels=(1, 2))
+    env = Tau2Env("retail", tasks=tasks)
+    demos = [demonstrate(task, chat, env, ScriptedUser()) for task in tasks]
+    assert held_out(load_policy("tiny", device="cpu").model, demos)["sampled"] > 0.6
 
 
 def test_tau2_loads_the_task_file(tmp_path, monkeypatch):
@@ -301,7 +312,7 @@ def test_slips_are_shown_but_not_trained(chat):
 
 
 def test_careless_clerks_are_paid_nothing(chat):
-    """What GRPO has to unlearn must be a fault that tau2's reward sees and the customer does not: no write, no fact."""
+    """The planted fault of --careless must be one that tau2's reward sees and the customer does not: no write, no fact."""
     tasks = [t for t in make_tasks(60, 13, "train") if "refused" not in t.id]
     env = Tau2Env("retail", tasks=tasks)
     for task in tasks:

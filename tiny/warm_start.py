@@ -1,10 +1,9 @@
 """Makes the small policy that ships, from nothing: tokenizer, demonstrations, and a short supervised warm start.
 
 An oracle agent, which knows the gold calls, talks to ScriptedUser in Tau2Env over synthetic tasks; the policy learns
-the oracle's turns in exactly the token sequences that a rollout will show it. Stopped early on purpose, so that
-GRPO has something to teach.
+the oracle's turns in exactly the token sequences that a rollout will show it.
 
-    OMP_NUM_THREADS=1 python -m tiny.warm_start --out tiny/policy --minutes 50
+    OMP_NUM_THREADS=1 python -m tiny.warm_start --out tiny/policy
 
 Shape key: B sequences, T tokens.
 """
@@ -51,7 +50,8 @@ GREETING = "Hi! How can I help you today?"
 VOCABULARY = 1408
 MUON_LR, ADAM_LR = 0.005, 1.5e-3
 SLIPS = 0.08     # share of the demonstrated calls that first go wrong and are then put right
-CARELESS = 0.6  # share of wishes that a clerk only pretends to serve: what GRPO has to unlearn
+STEPS = 1378     # of the warm start that ships; the learning rate follows them
+COOL_DOWN = 0.3  # share of the steps, at the end, in which the learning rate falls: copying gets exact
 COPIED = 0.9  # share of repeated tokens right at which the copying curriculum gives way to conversations
 
 
@@ -72,7 +72,7 @@ def whole_words() -> list[str]:
 def corpus_lines(tasks) -> list[str]:
     """Text to train the tokenizer on: scenarios, the oracle's phrases, tool results as the template shows them."""
     import jinja2
-    shown = jinja2.Environment().from_string(SMALL_TEMPLATE.read_text("utf-8"))
+    shown = jinja2.Environment().from_string(SMALL_TEMPLATE.read_text())
     lines = [GREETING, ASK_IDENTITY, ANYTHING_ELSE] * 50 + [f"{a}{b} {a}" for a in range(10) for b in range(10)] * 20
     for task in tasks:
         said = task.user_scenario.instructions
@@ -114,7 +114,7 @@ def build_tokenizer(vocabulary: int = VOCABULARY):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>",
                                         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
                                         clean_up_tokenization_spaces=False, model_max_length=4096)
-    tokenizer.chat_template = SMALL_TEMPLATE.read_text("utf-8")
+    tokenizer.chat_template = SMALL_TEMPLATE.read_text()
     return tokenizer
 
 
@@ -291,8 +291,7 @@ def save_stage(folder: Path, model, tokenizer, optimizers, step: int, copied: bo
         for j, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     save_file(tensors, folder / "optimizers.safetensors")
-    stage = json.dumps({"step": step, "copied": copied})
-    (folder / "stage.json").write_text(stage, encoding="utf-8")  # last: the folder is complete
+    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}))  # last: the folder is complete
 
 
 def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
@@ -306,7 +305,7 @@ def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
             if int(which) == i:
                 state["state"].setdefault(int(j), {})[key] = value
         optimizer.load_state_dict(state)
-    stage = json.loads((folder / "stage.json").read_text("utf-8"))
+    stage = json.loads((folder / "stage.json").read_text())
     return stage["step"], stage["copied"]
 
 
@@ -327,13 +326,13 @@ def copy_tokens(tokenizer) -> list[int]:
     return [number[i % len(number)] for i in range(len(other))] + other
 
 
-def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float = 1.0, demos: int = 3000) -> Path:
+def warm_start(out: str, steps: int, work: str, seed: int = 0, demos: int = 3000, careless: float = 0.0) -> Path:
     """Train the small policy and leave it in `out`; goes on from the last snapshot in `work` when there is one.
 
     Args:
-        minutes: of training in this call; the demonstrations before it take a minute or two more.
-        until: stop once "sampled" of `held_out` reaches this.
-        work: folder of the snapshots, one every 50 steps, each a policy folder of its own.
+        steps: of training; they alone set the learning rate, so that the same seed gives the same weights.
+        work: folder of the snapshots, one every 100 steps, each a policy folder of its own.
+        careless: share of wishes that the clerk of the demonstrations only pretends to serve; see oracle_turns.
     """
     torch.manual_seed(seed)
     torch.set_num_threads(1)
@@ -346,32 +345,31 @@ def warm_start(out: str, minutes: float, work: str, seed: int = 0, until: float 
     done = sorted(path.parent for path in snapshots.glob("step_*/stage.json"))
     if done:
         step, copied = load_stage(done[-1], model, optimizers)
-    train, held = make_demos(demos, seed, "train", chat, SLIPS, CARELESS), make_demos(64, 1, "val", chat)
+    train = make_demos(demos, seed, "train", chat, SLIPS, careless)
+    held = make_demos(64, 1, "val", chat)
     tokens = copy_tokens(tokenizer)
-    log, started = Path(out) / "warm_start.log", time.time()
+    log, started, seen = Path(out) / "warm_start.log", time.process_time(), 0
     log_line(log, f"{'resumed at' if done else 'start:'} step {step}, "
                   f"{sum(p.numel() for p in model.parameters())} parameters, vocabulary {len(tokenizer)}, "
-                  f"{len(train)} demonstrations, 1 thread, torch {torch.__version__}")
-    score, seen = {"sampled": 0.0}, 0
-    while time.time() - started < 60 * minutes and score["sampled"] < until:
+                  f"{len(train)} demonstrations, careless {careless}, 1 thread, torch {torch.__version__}")
+    while step < steps:
         batch = training_batch(step, seed, copied, train, tokens)
-        left = 1 - (time.time() - started) / (60 * minutes)  # the last three tenths cool down: copying gets exact
-        rate = min(1.0, (step + 1) / 30, max(left / 0.3, 0.03))
+        left = 1 - step / steps
+        rate = min(1.0, (step + 1) / 30, max(left / COOL_DOWN, 0.03))
         loss, copy_hits, talk_hits = warm_step(model, optimizers, batch, rate)
         step, seen = step + 1, seen + sum(len(demo.ids) for demo in batch)
-        if step % 25 == 0:
-            score = held_out(model, held)
+        if step % 50 == 0 or step == steps:
+            score, minutes = held_out(model, held), (time.process_time() - started) / 60
             log_line(log, f"step {step} {'talk' if copied else 'copy'} loss {loss:.3f} copy_accuracy {copy_hits:.3f} "
                      f"agent_accuracy {talk_hits:.3f} | held out: token_accuracy {score['token_accuracy']:.4f} "
                      f"greedy {score['greedy']:.3f} sampled {score['sampled']:.3f} | "
-                     f"{seen / (time.time() - started):.0f} tokens/s {(time.time() - started) / 60:.1f} min")
-            copied = copied or copy_hits > COPIED
-        if step % 25 == 0 and step >= 200:
+                     f"{seen / (60 * minutes):.0f} tokens/s {minutes:.1f} min of processor time")
+        copied = copied or (step % 25 == 0 and copy_hits > COPIED)
+        if step % 100 == 0:
             save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
-    save_stage(snapshots / f"step_{step:06d}", model, tokenizer, optimizers, step, copied)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    log_line(log, f"done at step {step}: {json.dumps(score)}, saved in {Path(out).name}")
+    log_line(log, f"done at step {step}, saved in {Path(out).name}")
     return Path(out)
 
 
@@ -394,7 +392,7 @@ def log_line(log: Path, line: str) -> None:
     """Print and keep."""
     print(line, flush=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
+    with log.open("a") as file:
         file.write(line + "\n")
 
 
@@ -402,12 +400,13 @@ def warm_start_main() -> None:
     """Rebuild the small policy: tokenizer and weights, from nothing."""
     parser = argparse.ArgumentParser(description=warm_start_main.__doc__)
     parser.add_argument("--out", default="tiny/policy", help="policy folder to write")
-    parser.add_argument("--minutes", type=float, default=60, help="stop after this many minutes")
+    parser.add_argument("--steps", type=int, default=STEPS, help="training steps; about 1.4 s each on one thread")
     parser.add_argument("--work", default="runs/warm_start", help="snapshots; an interrupted run goes on from the last")
     parser.add_argument("--seed", type=int, default=0, help="weights, tasks and batches")
-    parser.add_argument("--until", type=float, default=1.0, help="stop once unseen conversations are this likely")
+    parser.add_argument("--careless", type=float, default=0.0,
+                        help="share of wishes only pretended to be served: a planted fault, as an experiment")
     args = parser.parse_args()
-    warm_start(args.out, args.minutes, args.work, args.seed, args.until)
+    warm_start(args.out, args.steps, args.work, args.seed, careless=args.careless)
 
 
 if __name__ == "__main__" and "__file__" in globals():
