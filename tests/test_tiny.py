@@ -81,7 +81,7 @@ def tau2_retail_folder():
 
 
 def test_nothing_is_planted_in_what_ships(chat):
-    """A start that is low because of a planted fault lets GRPO look good by unlearning it (seen: 0.22 here)."""
+    """A start that is low because of a planted fault lets GRPO look good by unlearning it."""
     from model import load_policy
     assert inspect.signature(warm_start).parameters["careless"].default == 0.0
     tasks = make_tasks(24, 5, "val", levels=(1, 2))

@@ -72,7 +72,7 @@ def whole_words() -> list[str]:
 def corpus_lines(tasks) -> list[str]:
     """Text to train the tokenizer on: scenarios, the oracle's phrases, tool results as the template shows them."""
     import jinja2
-    shown = jinja2.Environment().from_string(SMALL_TEMPLATE.read_text())
+    shown = jinja2.Environment().from_string(SMALL_TEMPLATE.read_text(encoding="utf-8"))
     lines = [GREETING, ASK_IDENTITY, ANYTHING_ELSE] * 50 + [f"{a}{b} {a}" for a in range(10) for b in range(10)] * 20
     for task in tasks:
         said = task.user_scenario.instructions
@@ -114,7 +114,7 @@ def build_tokenizer(vocabulary: int = VOCABULARY):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>",
                                         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
                                         clean_up_tokenization_spaces=False, model_max_length=4096)
-    tokenizer.chat_template = SMALL_TEMPLATE.read_text()
+    tokenizer.chat_template = SMALL_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 
@@ -291,7 +291,7 @@ def save_stage(folder: Path, model, tokenizer, optimizers, step: int, copied: bo
         for j, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     save_file(tensors, folder / "optimizers.safetensors")
-    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}))  # last: the folder is complete
+    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}), encoding="utf-8")  # last: the folder is complete
 
 
 def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
@@ -305,7 +305,7 @@ def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
             if int(which) == i:
                 state["state"].setdefault(int(j), {})[key] = value
         optimizer.load_state_dict(state)
-    stage = json.loads((folder / "stage.json").read_text())
+    stage = json.loads((folder / "stage.json").read_text(encoding="utf-8"))
     return stage["step"], stage["copied"]
 
 
@@ -392,7 +392,7 @@ def log_line(log: Path, line: str) -> None:
     """Print and keep."""
     print(line, flush=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
