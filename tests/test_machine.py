@@ -197,7 +197,7 @@ def test_an_ignored_ctrl_c_stays_ignored():
 def test_peak_memory_is_the_systems_own_figure():
     """KiB taken for bytes, or what is resident now for the peak: 64 MiB that came and went must show."""
     before = machine.peak_rss_bytes()
-    block = bytearray(b"x" * (before + 2**26 - machine.psutil.Process().memory_info().rss))
+    block = b"x" * (before + 2**26 - machine.psutil.Process().memory_info().rss)
     del block
     after = machine.peak_rss_bytes()
     assert 2**25 < after - before < 2**28
