@@ -291,7 +291,8 @@ def save_stage(folder: Path, model, tokenizer, optimizers, step: int, copied: bo
         for j, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"{i}.{j}.{key}": torch.as_tensor(value).clone() for key, value in entry.items()}
     save_file(tensors, folder / "optimizers.safetensors")
-    (folder / "stage.json").write_text(json.dumps({"step": step, "copied": copied}), encoding="utf-8")  # last: the folder is complete
+    stage = json.dumps({"step": step, "copied": copied})
+    (folder / "stage.json").write_text(stage, encoding="utf-8")  # last: the folder is complete
 
 
 def load_stage(folder: Path, model, optimizers) -> tuple[int, bool]:
