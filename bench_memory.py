@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from attention import pack_layout, sink_block_mask, sink_flex, sink_logits, sinkflex_attention
 from grpo import WideAdamW, token_logps
 from machine import unseen_card
-from model import SMALL_POLICY, make_trainable
+from model import SMALL_POLICY, enable_checkpointing, make_trainable
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def bench_model(cfg: MemoryBench, attn: str, device: str):
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, cfg.dtype), attn_implementation=attn)
         if cfg.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(model)
         return make_trainable(model.train(), cfg.lora_rank, False)
 
 

@@ -8,6 +8,8 @@ import json
 import shutil
 import urllib.error
 import urllib.request
+import warnings
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -108,7 +110,7 @@ def load_policy(name: str = "auto", device: str = "auto", dtype: str | None = "a
         raise ValueError(f"model {chosen!r} has attention sinks, which sdpa ignores; allowed: sinkflex, eager")
     use_sink_attention(model) if attn == "sinkflex" else model.set_attn_implementation(attn)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model)
     stored = model.peft_config["default"].r if isinstance(model, PeftModel) else None
     if None not in (stored, lora_rank) and stored != lora_rank:
         raise ValueError(f"lora_rank {lora_rank}: {chosen} is an adapter of rank {stored}; leave the rank out")
@@ -134,7 +136,8 @@ def read_policy(name: str, device: torch.device, dtype: str | None) -> tuple[tor
     online = path.exists() or not constants.HF_HUB_OFFLINE and hub_is_reachable()
     if (path / "adapter_config.json").is_file():
         model, tokenizer = read_policy(PeftConfig.from_pretrained(path).base_model_name_or_path, device, dtype)
-        model = PeftModel.from_pretrained(model, path, is_trainable=True)
+        with quiet_peft():
+            model = PeftModel.from_pretrained(model, path, is_trainable=True)
         if (path / "sinks.safetensors").is_file():
             sinks = {key: widen(p) for key, p in model.named_parameters() if key.endswith("sinks")}
             copy_into(sinks, load_file(path / "sinks.safetensors"), path)
@@ -220,7 +223,8 @@ def make_trainable(model, lora_rank: int, train_sinks: bool):
     if lora_rank and not isinstance(model, PeftModel):
         lora = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM",
                           target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-        with torch.random.fork_rng():  # the adapter's random half is the same in every run, resumed or not
+        # The adapter's random half is the same in every run, resumed or not.
+        with quiet_peft(), torch.random.fork_rng():
             torch.manual_seed(0)
             model = get_peft_model(model, lora)
     for key, parameter in model.named_parameters():
@@ -239,15 +243,35 @@ def widen(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-def save_policy(folder: str | Path, policy: Policy) -> None:
+def enable_checkpointing(model) -> None:
+    """Activations are computed again in the backward pass. transformers 5.24 has another name for it than 5.17."""
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+@contextmanager
+def quiet_peft():
+    """Holds back one FutureWarning: peft asks for transformers' `is_gradient_checkpointing`, which has a new name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
+
+
+def save_policy(folder: str | Path, policy: Policy, note: dict | None = None) -> None:
     """Policy and tokenizer, for AutoModelForCausalLM.from_pretrained, or PeftModel.from_pretrained where it is LoRA.
-    Sinks trained beside an adapter go to sinks.safetensors, which load_policy reads and PeftModel does not."""
+    Sinks trained beside an adapter go to sinks.safetensors, which load_policy reads and PeftModel does not.
+    note: what is worth knowing about it (step, score), kept as evaluation.json."""
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / "manifest.json").exists():
         raise ValueError(f"{folder} holds something else than a saved policy; give a new folder")
 
     def write(aside: Path) -> None:
         policy.tokenizer.save_pretrained(aside)
+        if note is not None:
+            (aside / "evaluation.json").write_text(json.dumps(note), encoding="utf-8")
         if not isinstance(policy.model, PeftModel):
             policy.model.save_pretrained(aside)
             return

@@ -187,6 +187,20 @@ def describe_run(run_dir: Path) -> str:
     return f"{run_dir.name}: " + ", ".join(f"{key.partition('_')[0]} {named[key]}" for key in keys)
 
 
+def best_evaluation(run_dir: str | Path) -> dict | None:
+    """{"step", "eval_mean_at_1"} of the policy that lies in run_dir/policy_best; None where there is none."""
+    note = Path(run_dir) / "policy_best" / "evaluation.json"
+    return json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+
+
+def best_line(run_dir: str | Path) -> str:
+    """Which policy of a run measured best, in words; empty where none was kept."""
+    best = best_evaluation(run_dir)
+    if best is None:
+        return ""
+    return f"best evaluation: step {best['step']}, mean@1 {best['eval_mean_at_1']:.3f}, kept in policy_best"
+
+
 def plot_run(run_dir: str | Path) -> Path:
     """Draws run_dir/plots.png from metrics.jsonl; written aside and renamed, so that a kill leaves the plot before."""
     from matplotlib.figure import Figure  # here, because it costs a second; no pyplot, so no backend and no state
@@ -278,6 +292,7 @@ def write_html(run_dir: str | Path, limit: int = 200) -> Path:
     blocks = "".join(episode_html(*pair) for pair in shown)
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy" '
             f'content="{csp}"><title>{title}</title><style>{PAGE_STYLE}</style></head><body><h1>{title}</h1>'
+            f'<p>{escape(best_line(run_dir))}</p>'
             f'<img alt="plots" src="data:image/png;base64,{plots}"><h2>Episodes</h2><p>The {len(shown)} newest of '
             f'{len(episodes)}. <mark>Marked</mark> tokens were sampled by the policy.</p><p>{filters}<span id="count">'
             f'all</span> shown</p>{blocks}<script>{PAGE_SCRIPT}</script></body></html>')

@@ -5,6 +5,7 @@
               episodes/        every conversation, with its tokens
               ckpt_*/          weights, moments, state: what --resume goes on from
               policy/          the trained policy, loadable by name
+              policy_best/     the one that did best in an evaluation, and at which step
 
 The loop itself is train.py's; nothing here knows what a reward or an advantage is.
 """
@@ -20,11 +21,14 @@ from pathlib import Path
 import torch
 
 from machine import peak_rss_bytes
-from model import latest_checkpoint, load_checkpoint
-from report import read_rows
+from model import latest_checkpoint, load_checkpoint, save_policy
+from report import best_evaluation, plot_run, read_rows
 
 FIXED_ON_RESUME = ("env", "split", "tasks", "model", "lora_rank", "dtype", "attn", "seed",
                    "group_size", "tasks_per_step", "user", "loss", "temperature")
+
+
+PLOT_EVERY_S = 30.0  # a plot takes 0.5 to 4 s, a step of the small policy 6
 
 
 class BadInput(ValueError):
@@ -124,6 +128,32 @@ def say_what_changes(before, now) -> None:
             raise BadInput(f"--resume {now.resume}: {flag} was {old!r}, now {new!r}; "
                            "that would be another run, so start a new one")
         print(f"resume: {flag} changes from {old!r} to {new!r}")
+
+
+def keep_best(run_dir: Path, policy, row: dict) -> None:
+    """Saves the policy as run_dir/policy_best if its evaluation `row` is the best so far; of equals the first stays.
+
+    Written before the row is: a run killed in between measures, and saves, again. A stored one of this or a later
+    step is from before a resume.
+    """
+    score = row["eval_mean_at_1"]
+    best = best_evaluation(run_dir)
+    if score is None or (best and best["step"] < row["step"] and best["eval_mean_at_1"] >= score):
+        return
+    save_policy(run_dir / "policy_best", policy, note={"step": row["step"], "eval_mean_at_1": score})
+
+
+class Plotter:
+    """Draws a run's plots.png, but not more often than every PLOT_EVERY_S seconds unless it must be `now`."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.drawn_at = time.monotonic()
+
+    def draw(self, now: bool = False) -> None:
+        if now or time.monotonic() - self.drawn_at >= PLOT_EVERY_S:
+            plot_run(self.run_dir)
+            self.drawn_at = time.monotonic()
 
 
 def save_episodes(path: Path, episodes: list, tokenizer) -> None:

@@ -25,11 +25,11 @@ from transformers.utils import logging as transformers_logging
 from attention import pack_layout
 from chat import load_chat
 from grpo import WideAdamW, group_advantages, update_policy
-from model import load_policy, save_checkpoint, save_policy
-from report import append_row, eval_summary, plot_run, read_rows
+from model import enable_checkpointing, load_policy, save_checkpoint, save_policy
+from report import append_row, best_line, eval_summary, read_rows
 from rollout import Row, collect, generate_turns, to_batch
 from run_folder import BadInput, RunStopped, interrupt_later, memory_gib, within_memory
-from run_folder import open_run, read_config, save_episodes
+from run_folder import Plotter, keep_best, open_run, read_config, save_episodes
 from tiny.tasks_retail import make_tasks
 from user_scripted import ScriptedUser
 from users import LLMUser, PolicyUser, ReplayUser
@@ -326,7 +326,7 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         if cfg.tasks != "synthetic":
             print(f"note: the small policy was trained on synthetic retail only; {cfg.env} tasks of tau2 are beyond it")
     else:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(policy.model)
     train_tasks, eval_tasks = load_tasks(cfg)
     if cfg.tasks_per_step > len(train_tasks):
         print(f"note: --tasks-per-step {cfg.tasks_per_step} is more than the {len(train_tasks)} tasks: all of them")
@@ -369,6 +369,7 @@ def train(cfg: Config) -> Path:
     policy, metrics_file = world["policy"], run_dir / "metrics.jsonl"
     streak = state.get("streak", {"faults": 0, "skipped": 0})
     history = state.get("history", {})  # task id -> [sum of rewards, episodes]
+    plotter = Plotter(run_dir)
 
     def checkpoint(step: int, row: dict | None) -> None:
         save_checkpoint(run_dir / f"ckpt_{step:06d}", policy.model, world["optimizer"],
@@ -379,6 +380,8 @@ def train(cfg: Config) -> Path:
         if not cfg.eval_only and any(r["step"] == step and "eval_mean_at_1" in r for r in read_rows(metrics_file)):
             return  # resumed right after an evaluation
         row = evaluate(cfg, world, step, run_dir)
+        if not cfg.eval_only:
+            keep_best(run_dir, policy, row)
         append_row(metrics_file, row)
         if row["eval_ci95"] is None:
             raise RunStopped(f"every episode of the evaluation faulted: {row['eval_outcome_counts']}")
@@ -387,7 +390,7 @@ def train(cfg: Config) -> Path:
               f"{pass_words(row)}"
               f"greedy {row['eval_greedy']} doing nothing {row['eval_do_nothing']} "
               f"({row['eval_tasks']} tasks, {row['split']}, user {row['user']})", flush=True)
-        plot_run(run_dir)
+        plotter.draw(now=True)
 
     def due(step: int) -> bool:
         return bool(cfg.eval_every) and (step % cfg.eval_every == 0 or step == cfg.steps)
@@ -425,13 +428,13 @@ def train(cfg: Config) -> Path:
                     checkpoint(step + 1, row)
                 append_row(metrics_file, row)
             print(console_line(row, cfg.steps) + entropy_words(read_rows(metrics_file)), flush=True)
+            plotter.draw(now=stopping or step + 1 == cfg.steps)
             if stopping:
                 raise RunStopped(f"{FAULT_STEPS} steps in a row with faults in over half of the episodes or an update "
                                  f"that is not finite: outcomes {row['outcome_counts']}, skipped {streak['skipped']}, "
                                  f"first fault: {next((e.fault for e in episodes if e.fault), None)}")
             if due(step + 1):
                 measure(step + 1)
-            plot_run(run_dir)
         if not cfg.eval_only:
             save_policy(run_dir / "policy", policy)
     except OSError as fault:
@@ -441,10 +444,13 @@ def train(cfg: Config) -> Path:
         try:
             if done > first_step:
                 checkpoint(done, row)
+                plotter.draw(now=True)
         except OSError as fault:
             print(f"no checkpoint of step {done}: {fault}")
         print(f"interrupted after step {done}; carry on with: python train.py --resume {run_dir}", flush=True)
         raise
+    if best_line(run_dir):
+        print(best_line(run_dir))
     print(run_dir)
     return run_dir
 

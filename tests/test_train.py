@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import run_folder
 import train as loop
 from model import latest_checkpoint
 from report import METRICS, read_rows
@@ -332,6 +333,7 @@ def stable(rows):
 def child_run(argv):
     """A training process to be killed; the coin replaces the reward so that there is something to lose."""
     loop.collect = coin_judged(loop.collect)
+    run_folder.PLOT_EVERY_S = 0.0  # a plot at every step, so that a kill can meet one
     sys.stdout = open(os.devnull, "w")
     sys.stderr = open(os.devnull, "w")
     sys.exit(loop.main(argv))
