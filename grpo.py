@@ -294,7 +294,7 @@ def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     """a (n, k) @ b (k, m) without rounding the result to b's dtype: at least float32, of exact products.
 
     A logit of 43 in bfloat16 is a multiple of 0.25; float32 logits from the same operands cost no more on a
-    GPU, whose kernels sum in float32 anyway. A CPU has none that does: b is widened, a few columns at a time.
+    GPU, whose kernels sum in float32 anyway. A CPU has none that does: b is widened, some columns at a time.
     """
     wide = torch.promote_types(b.dtype, torch.float32)
     if b.dtype == wide:
@@ -302,7 +302,7 @@ def wide_mm(a: Tensor, b: Tensor) -> Tensor:
     if b.is_cuda:
         return torch.mm(a.to(b.dtype), b, out_dtype=wide)
     a = a.to(wide)
-    columns = max(1, 2 ** 20 // len(b))
+    columns = max(1, 2 ** 24 // len(b))  # 64 MiB of them
     return torch.cat([a @ part.to(wide) for part in b.split(columns, dim=1)], dim=1)
 
 
