@@ -48,6 +48,14 @@ def cached_tokens(pieces: tuple[Piece, ...]) -> int:
     return sum(piece.length for piece in pieces)
 
 
+def key_bytes(config, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys and values in all layers. Worked: gpt-oss-20b, 24 x 2 x 8 x 64 x 2 = 49,152."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers * 2 * heads * size * dtype.itemsize
+
+
 def empty_counts() -> Counter:
     return Counter(tokens_forwarded=0, slots_forwarded=0, sampled_tokens=0, decode_slots=0, rounds=0)
 
@@ -180,6 +188,10 @@ def slots_of(cache: DynamicCache) -> int:
     layer = cache.layers[0]
     keys = layer.rooms["keys"] if isinstance(layer, RoomyLayer) else layer.keys
     return keys.shape[0] * keys.shape[2]
+
+
+def cached_slots(cache: TurnCache) -> int:
+    return sum(map(slots_of, caches_of([held.pieces for held in cache.held.values()])))
 
 
 def move_together(held: dict[int, Held]) -> dict[int, Held]:

@@ -30,6 +30,21 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory that could be taken now, in bytes: of the card, with what torch's allocator keeps unused; else main."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def out_of_memory(fault: BaseException) -> bool:
+    """Whether an exception says that memory ran out; torch has a class for cards, and only words for a CPU."""
+    if isinstance(fault, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(fault, RuntimeError) and "allocate memory" in str(fault)
+
+
 def sync_paths(paths: list[Path]) -> None:
     """Waits until files, and the lists of names that folders are, have reached the disk.
 

@@ -10,6 +10,7 @@ conversations through it in lockstep rounds, `to_batch` lays them out. Why the s
 - A LogitsProcessor draws the token (Gumbel-argmax, one random stream per episode), records its log-prob under the
   very distribution it was drawn from, and forces it. The model's own generation_config takes no part.
 """
+import gc
 import hashlib
 import json
 import sys
@@ -23,7 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from key_cache import Held, Piece, TurnCache, cache_for_turn, cached_tokens, move_together, prefill
+from key_cache import Held, Piece, TurnCache, cache_for_turn, cached_slots, cached_tokens
+from key_cache import key_bytes, move_together, prefill
+from machine import free_bytes, out_of_memory
+
+MEMORY_SHARE = 0.8  # of what is free goes to rows; the rest is for activations of new tokens and the allocator's gaps
+LOGIT_COPIES = 6    # float32 vectors of V that a row takes while its token is drawn
 
 
 @dataclass
@@ -177,9 +183,9 @@ class Talk:
         """The one boundary where the world's exceptions are caught: this episode becomes invalid, the rest go on."""
         try:
             return call(*args)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:  # whatever a task, a tool or a user's code raises
+            if out_of_memory(error):
+                raise
             self.episode.fault = f"{type(error).__name__}: {error}"
             self.episode.outcome = outcome
 
@@ -197,7 +203,7 @@ class Talk:
         env, row = self.env, self.row
         if self.waiting() != "agent":
             return
-        writing = row.sampled and not row.done  # a turn that carries on
+        writing = row.ids and not row.done  # a turn that carries on, or that memory ran out for
         new = []
         if not writing and row.ids:
             new = chat.suffix_ids(row.sampled, env.new_messages)
@@ -233,8 +239,41 @@ class Talk:
         episode.rollout_log_probs, episode.messages = row.log_probs[start:], list(getattr(self.env, "transcript", []))
 
 
+@dataclass
+class RowLimit:
+    """How many conversations run at once: as memory holds them. One object a run; it learns what episodes need.
+
+    Args:
+        most: never more rows; halved for good when memory runs out all the same.
+        token_bytes: keys and values of a token; row_bytes: the rest of a row. Both 0: memory is not asked.
+    """
+    most: int = 64
+    token_bytes: int = 0
+    row_bytes: int = 0
+    device: torch.device = torch.device("cpu")
+    longest: int = 0  # tokens; the longest context of all finished rollouts
+    why: str = ""     # in words, after `rows`
+
+    def rows(self, max_context: int, slots: int = 0) -> int:
+        """At least 1. slots: that rows hold already, whose memory is theirs to use again."""
+        if not self.token_bytes:
+            return self.most
+        context = min(max_context, self.longest * 5 // 4) if self.longest else max_context
+        free = free_bytes(self.device) + slots * self.token_bytes
+        fitting = max(1, int(MEMORY_SHARE * free) // (context * self.token_bytes + self.row_bytes))
+        self.why = (f"{MEMORY_SHARE:.0%} of {free / 2**30:.1f} GiB free hold {fitting}, at {context:,} tokens of "
+                    f"{self.token_bytes:,} bytes and {self.row_bytes / 2**20:.1f} MiB for logits; at most {self.most}")
+        return min(self.most, fitting)
+
+
+def limit_rows(model, most: int) -> RowLimit:
+    """The RowLimit of a model on its device."""
+    weight = model.get_output_embeddings().weight  # (V, C)
+    return RowLimit(most, key_bytes(model.config, weight.dtype), LOGIT_COPIES * 4 * len(weight), weight.device)
+
+
 def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, temperature, max_context, max_turns,
-            max_new_tokens, max_batch=64, time_limit_s=None, progress=None) -> tuple[list[Episode], dict]:
+            max_new_tokens, max_batch=64, limit=None, time_limit_s=None, progress=None) -> tuple[list[Episode], dict]:
     """P x G conversations in lockstep rounds with the current policy: (episodes in task-major order, statistics).
 
     Args:
@@ -242,37 +281,65 @@ def collect(model, chat, make_env, user, task_ids, group_size, *, seed, step, te
         task_ids: P tasks; the group_size siblings of each meet the same customer (same environment seed).
         max_context, max_new_tokens: tokens; max_turns: policy turns; time_limit_s: seconds, looked at between rounds.
             An episode that would pass a limit ends `truncated`; the others go on.
-        max_batch: conversations at once. progress: title of the bar; None shows none.
+        max_batch: conversations at once, or `limit`, a RowLimit, which asks memory.
+        progress: title of the bar, or None.
     Statistics: the counts of `TurnCache`, rollout_s, rollout_tokens_per_s (sampled), busy_share, faults.
+    Raises: what memory raises when it runs out with a single conversation. With more, half of them wait, without
+        keys, and the rest goes on: tokens stay, and the episodes come out the same.
     """
-    started, cache, live = time.perf_counter(), TurnCache(), []
+    started, cache, live, parked = time.perf_counter(), TurnCache(), [], deque()
+    limit = limit or RowLimit(max_batch)
     episodes = [Episode(task, f"{step}/{task}", sibling) for task in task_ids for sibling in range(group_size)]
     todo, bar = deque(episodes), tqdm(total=len(episodes), desc=progress, disable=progress is None, unit="ep")
-    while todo or live:
-        while todo and len(live) + min(group_size, max_batch) <= max_batch:  # a whole group: its prompt is shared
-            for _ in range(min(group_size, max_batch, len(todo))):
+    while todo or live or parked:
+        room = limit.rows(max_context, cached_slots(cache))
+        while parked and len(live) < room:
+            live.append(parked.popleft())
+        while todo and not parked and len(live) + min(group_size, room) <= room:  # a whole group: its prompt is shared
+            for _ in range(min(group_size, room, len(todo))):
                 live.append(Talk(todo.popleft()))
                 live[-1].guard("env_error", live[-1].begin, make_env, seed, step)
-        hear_users(live, user)
-        late = time_limit_s is not None and time.perf_counter() - started > time_limit_s
-        for talk in live:
-            talk.hand_over(chat, max_context, max_turns, late)
-            if talk.waiting() is None:
-                talk.close()
-                bar.update()
-        live = [t for t in live if not t.episode.outcome]
-        if live:
-            generate_turns(model, [t.row for t in live], stop_ids=chat.stop_ids, pad_id=chat.pad_id, cache=cache,
-                           max_new_tokens=max_new_tokens, temperature=temperature, pause_below=0.5)
+        try:
+            hear_users(live, user)
+            late = time_limit_s is not None and time.perf_counter() - started > time_limit_s
+            for talk in live:
+                talk.hand_over(chat, max_context, max_turns, late)
+                if talk.waiting() is None:
+                    talk.close()
+                    bar.update()
+            live = [t for t in live if not t.episode.outcome]
+            if live:
+                generate_turns(model, [t.row for t in live], stop_ids=chat.stop_ids, pad_id=chat.pad_id, cache=cache,
+                               max_new_tokens=max_new_tokens, temperature=temperature, pause_below=0.5)
+            kept = len(live)
+        except (RuntimeError, MemoryError) as fault:
+            if not out_of_memory(fault) or len(live) < 2:
+                raise
+            kept = len(live) // 2
+        if kept < len(live):  # outside the except clause, where the traceback holds no tensors any more
+            limit.most = kept
+            parked.extendleft(reversed(live[kept:]))
+            live = live[:kept]
+            free_what_is_dead(cache)
+            print(f"out of memory; from now on at most {kept} conversations at once", flush=True)
+            continue
         for talk in live:
             talk.take_turn(chat)
         seconds, paid = time.perf_counter() - started, [e.reward for e in episodes if e.outcome and e.valid]
         speed = cache.counts["sampled_tokens"] / seconds
         bar.set_postfix_str(f"{speed:.0f} tok/s, reward {sum(paid) / max(len(paid), 1):.2f}")
     bar.close()
+    limit.longest = max([limit.longest, *(len(e.prompt_ids) + len(e.response_ids) for e in episodes)])
     busy = cache.counts["sampled_tokens"] / max(cache.counts["decode_slots"], 1)
     return episodes, {**cache.counts, "rollout_s": seconds, "rollout_tokens_per_s": speed, "busy_share": busy,
                       "faults": sum(not e.valid for e in episodes)}
+
+
+def free_what_is_dead(cache: TurnCache) -> None:
+    """After memory ran out: nothing half made is kept, and the card's allocator gives its gaps back."""
+    cache.held.clear()
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing without a card
 
 
 def hear_users(live: list[Talk], user) -> None:
@@ -288,7 +355,9 @@ def hear_users(live: list[Talk], user) -> None:
         told = [replace(c := t.env.conversation, key=f"{c.key}/{t.episode.sibling}") for t in heads]
         try:
             turns = user.reply(told)
-        except Exception:
+        except Exception as error:
+            if out_of_memory(error):
+                raise
             turns = []
         if len(turns) != len(told):  # asked again one by one: the fault stays with the conversation that has it
             turns = [t.guard("user_error", lambda c=c: user.reply([c])[0]) for t, c in zip(heads, told)]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from machine import peak_rss_bytes
+from machine import out_of_memory, peak_rss_bytes
 from model import latest_checkpoint, load_checkpoint, save_policy
 from report import best_evaluation, plot_run, read_rows
 
@@ -179,15 +179,14 @@ def token_runs(episode, tokenizer) -> list[list]:
 def within_memory(limit: list[int], floor: int, what: str, call):
     """call(limit[0]); when memory runs out, the limit is halved for good and the call made again.
 
-    Rollout: episodes at once, which the episodes do not depend on. Update: tokens of a
-    micro-batch; the gradient is the same. Neither leaves anything behind when it fails.
+    Update: tokens of a micro-batch; the gradient is the same, and nothing is left behind when
+    it fails. (A rollout keeps what it has and goes on with fewer rows by itself.)
     """
     while True:
         try:
             return call(limit[0])
         except (RuntimeError, MemoryError) as fault:
-            named = isinstance(fault, (torch.OutOfMemoryError, MemoryError))
-            if not named and "allocate memory" not in str(fault):  # torch's words on a CPU
+            if not out_of_memory(fault):
                 raise
             if limit[0] // 2 < floor:
                 raise RunStopped(f"out of memory with {limit[0]} {what}; try a smaller "

@@ -27,7 +27,7 @@ from chat import load_chat
 from grpo import WideAdamW, group_advantages, update_policy
 from model import enable_checkpointing, load_policy, save_checkpoint, save_policy
 from report import append_row, best_line, eval_summary, read_rows
-from rollout import Row, collect, generate_turns, to_batch
+from rollout import Row, collect, generate_turns, limit_rows, to_batch
 from run_folder import BadInput, RunStopped, interrupt_later, memory_gib, within_memory
 from run_folder import Plotter, keep_best, open_run, read_config, save_episodes
 from tiny.tasks_retail import make_tasks
@@ -134,6 +134,7 @@ PRESETS = {
                  lr=2e-5, lora_rank=16, dtype="bfloat16", checkpoint_every=5, eval_every=10, eval_tasks=40,
                  eval_trials=4),
 }
+MOST_ROWS = 256  # conversations at once, where memory holds more: a decoding step gains nothing from there on
 FAULT_STEPS = 3  # so many bad steps in a row stop the run
 
 
@@ -230,10 +231,14 @@ def act(cfg: Config, world: dict, make_env, task_ids: list[str], group_size: int
         title: str) -> tuple[list, dict]:
     """`rollout.collect` with this run's policy, customer and limits: the episodes, task by task, and statistics."""
     world["policy"].model.eval()
-    return within_memory(world["batch_limit"], 1, "episodes at a time", lambda limit: collect(
+    limit = world["rows"]
+    rows = limit.rows(cfg.max_context)
+    if limit.device.type == "cuda" or rows < min(limit.most, len(task_ids) * group_size):
+        print(f"{title}: {rows} conversations at once: {limit.why}", flush=True)
+    return within_memory([1], 1, "conversation", lambda _: collect(
         model=world["policy"].model, chat=world["chat"], make_env=make_env, user=world["user"], task_ids=task_ids,
         group_size=group_size, seed=cfg.seed, step=step, temperature=temperature, max_context=cfg.max_context,
-        max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens, max_batch=limit, progress=title))
+        max_turns=cfg.max_turns, max_new_tokens=cfg.max_new_tokens, limit=limit, progress=title))
 
 
 def act_until_mixed(cfg: Config, world: dict, step: int, history: dict) -> tuple[list[str], list, dict]:
@@ -352,7 +357,8 @@ def build_world(cfg: Config) -> tuple[Config, dict]:
         make_env=lambda: Tau2Env(domain=cfg.env, tasks=train_tasks),
         make_eval_env=lambda: Tau2Env(domain=cfg.env, tasks=eval_tasks),
         train_ids=[t.id for t in train_tasks], eval_ids=[t.id for t in eval_tasks], eval_tasks=eval_tasks,
-        do_nothing=do_nothing, batch_limit=[256], token_budget=[max(16384, cfg.max_context)])
+        do_nothing=do_nothing, rows=limit_rows(policy.model, MOST_ROWS),
+        token_budget=[max(16384, cfg.max_context)])
 
 
 def train(cfg: Config) -> Path:

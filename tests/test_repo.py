@@ -16,7 +16,7 @@ TINY = ["tiny/tasks_retail.py", "tiny/warm_start.py"]
 FILES = CARD + HELPERS + TINY
 # DESIGN.md's table: who may import whom. "all" needs no entry; tiny/ may use every room.
 MAY_IMPORT = {
-    "rollout.py": {"key_cache"}, "key_cache.py": set(), "grpo.py": set(), "attention.py": set(),
+    "rollout.py": {"key_cache", "machine"}, "key_cache.py": set(), "grpo.py": set(), "attention.py": set(),
     "env_tau2.py": set(), "chat.py": set(),
     "users.py": {"chat"}, "user_scripted.py": {"users"}, "report.py": set(), "machine.py": set(),
     "model.py": {"attention", "grpo", "machine"}, "run_folder.py": {"machine", "model", "report"},
@@ -25,7 +25,7 @@ MAY_IMPORT = {
 LOCAL = {Path(f).stem for f in CARD + HELPERS} | {"tiny"}
 # Bottom first, as a notebook would have them: every file after those it uses.
 PASTE_ORDER = ["attention.py", "chat.py", "env_tau2.py", "grpo.py", "users.py", "user_scripted.py", "report.py",
-               "key_cache.py", "rollout.py", "machine.py", "model.py", "run_folder.py", "tiny/tasks_retail.py", "train.py",
+               "machine.py", "key_cache.py", "rollout.py", "model.py", "run_folder.py", "tiny/tasks_retail.py", "train.py",
                "tiny/warm_start.py", "bench_memory.py"]
 
 

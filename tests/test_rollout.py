@@ -26,7 +26,7 @@ from attention import pack_layout, use_sink_attention
 from chat import Chat, load_chat
 from env_tau2 import Tau2Env, domain_tasks
 from key_cache import Piece, TurnCache
-from rollout import DrawAndRecord, Episode, Row, collect, generate_turns, show_episode, to_batch
+from rollout import DrawAndRecord, Episode, Row, RowLimit, collect, generate_turns, show_episode, to_batch
 from tests.test_chat import HOSTILE
 from user_scripted import ScriptedUser
 from users import UserTurn
@@ -508,6 +508,84 @@ def test_episodes_do_not_depend_on_batch_size_or_order(kind):
     assert len({tuple(e.response_ids) for e in base.values()}) == 9  # siblings do differ
     other = play(model, chat, tasks=tasks[:1], group=3, seed=1)[0]
     assert all(e.response_ids != base[e.task_id, e.sibling].response_ids for e in other)
+
+
+# ------------------------------------------------------------------ memory decides how many talk at once
+@pytest.mark.parametrize("kind", ["gpt_oss", "llama"])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("planted"), MemoryError("planted"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: planted")], ids=lambda e: type(e).__name__)
+def test_memory_that_runs_out_costs_no_episode(kind, error, monkeypatch):
+    """Bug: memory runs out in the third round and the whole rollout starts over, or other episodes come out of it.
+
+    The fault comes in the middle of a turn, from inside the model, when keys are half moved.
+    """
+    model = random_model(kind)
+    clean, stats = play(model, acting_chat(), tasks=3, group=3)
+    seen, begun = [], []
+    real = key_room.RoomyLayer.update
+
+    def update(layer, keys, values, *args, **kwargs):
+        seen.append(keys.shape[0])
+        if len(seen) in (300, 900):
+            raise error
+        return real(layer, keys, values, *args, **kwargs)
+
+    class CountedEnv(Tau2Env):
+        def begin(self, *args):
+            begun.append(args)
+            super().begin(*args)
+
+    monkeypatch.setattr(key_room.RoomyLayer, "update", update)
+    limit = RowLimit(most=64)
+    episodes, again = play(model, acting_chat(), tasks=3, group=3, limit=limit, make_env=partial(CountedEnv, "retail"))
+    assert len(seen) > 900 and seen[299] > max(seen[301:]) and limit.most < 9
+    assert [e.response_ids for e in episodes] == [e.response_ids for e in clean]
+    assert [e.messages for e in episodes] == [e.messages for e in clean]
+    assert again["sampled_tokens"] == stats["sampled_tokens"] and len(begun) == 9
+    assert gap(episodes, eager_alone(kind, episodes)) < 1e-4
+
+
+def test_memory_that_does_not_hold_one_row_is_an_error(monkeypatch):
+    """Bug: an endless loop that halves one row."""
+    def never(*args, **kwargs):
+        raise torch.OutOfMemoryError("planted")
+    monkeypatch.setattr(rollout_room, "generate_turns", never)
+    with pytest.raises(torch.OutOfMemoryError):
+        play(random_model("llama"), acting_chat(), tasks=2, group=2)
+
+
+def test_rows_at_once_follow_free_memory(monkeypatch):
+    """Bug: a constant decides how many rows run, or keys that rows hold already count as taken.
+
+    By hand: gpt-oss-20b, 49,152 bytes a token; 80 % of 41 GiB at 16,384 tokens (0.75 GiB) and 1 MiB of logits: 43.
+    """
+    free = [41 * 2**30]
+    monkeypatch.setattr(rollout_room, "free_bytes", lambda device: free[0])
+    limit = RowLimit(256, token_bytes=49152, row_bytes=2**20)
+    assert limit.rows(16384) == 43 and "41.0 GiB" in limit.why
+    assert limit.rows(8192) == 87 and limit.rows(128) == 256
+    free[0] = 21 * 2**30
+    assert limit.rows(16384, slots=20 * 2**30 // 49152) == 43
+    free[0] = 0
+    assert limit.rows(16384) == 1
+    free[0], limit.longest = 41 * 2**30, 4096
+    assert limit.rows(16384) == 139  # 5/4 of what episodes needed
+    assert RowLimit(7).rows(16384) == 7
+    config = GptOssConfig(num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+    assert key_room.key_bytes(config, torch.bfloat16) == 49152
+
+
+def test_fewer_rows_than_siblings_run_in_waves(monkeypatch):
+    """Bug: a card that holds two rows waits for ever for room for a group of three."""
+    model = random_model("llama")
+    clean, _ = play(model, acting_chat(), tasks=2, group=3)
+    limit = rollout_room.limit_rows(model, most=64)
+    rows = limit.token_bytes * 1600 + limit.row_bytes
+    monkeypatch.setattr(rollout_room, "free_bytes", lambda device: int(2.5 * rows / rollout_room.MEMORY_SHARE))
+    assert limit.rows(1600) == 2
+    episodes, _ = play(model, acting_chat(), tasks=2, group=3, limit=limit)
+    assert [e.response_ids for e in episodes] == [e.response_ids for e in clean]
+    assert limit.longest == max(len(e.prompt_ids) + len(e.response_ids) for e in episodes)
 
 
 # ------------------------------------------------------------------ limits and faults

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import rollout as rollout_room
 import run_folder
 import train as loop
 from model import latest_checkpoint
@@ -289,26 +290,26 @@ def test_nonfinite_updates_stop_the_run(tmp_path, monkeypatch):
 def test_out_of_memory_halves_and_goes_on(tmp_path, monkeypatch, capsys):
     """Memory that runs out in one step must not end a night's run."""
     seeded_reward(monkeypatch)
-    real_collect, real_update, seen = loop.collect, loop.update_policy, []
+    real_turns, real_update, rows, tokens = rollout_room.generate_turns, loop.update_policy, [], []
 
-    def collect_little(**kwargs):
-        seen.append(("batch", kwargs["max_batch"]))
-        if kwargs["max_batch"] > 128:
+    def turns_of_few(model, talking, **kwargs):
+        rows.append(len(talking))
+        if len(talking) > 5:
             raise torch.OutOfMemoryError("planted")
-        return real_collect(**kwargs)
+        return real_turns(model, talking, **kwargs)
 
     def update_little(*args, **kwargs):
-        seen.append(("tokens", kwargs["max_tokens_per_micro_batch"]))
-        if len([s for s in seen if s[0] == "tokens"]) == 1:
+        tokens.append(kwargs["max_tokens_per_micro_batch"])
+        if len(tokens) == 1:
             raise MemoryError("planted")
         return real_update(*args, **kwargs)
-    monkeypatch.setattr(loop, "collect", collect_little)
+    monkeypatch.setattr(rollout_room, "generate_turns", turns_of_few)
     monkeypatch.setattr(loop, "update_policy", update_little)
     run = train(Config(steps=1, run_dir=str(tmp_path / "run"), **SMALL | {"group_size": 4}))
-    assert [s for s in seen if s[0] == "batch"] == [("batch", 256), ("batch", 128)]
-    tokens = [s[1] for s in seen if s[0] == "tokens"]
+    assert rows[0] == 8 and max(rows[1:]) == 4
     assert tokens[1] == tokens[0] // 2
-    assert len(read_rows(run / "metrics.jsonl")) == 1 and "out of memory; from now on at most 128" in capsys.readouterr().out
+    assert len(read_rows(run / "metrics.jsonl")) == 1
+    assert "out of memory; from now on at most 4 conversations" in capsys.readouterr().out
 
 
 def test_full_disk_names_the_checkpoint(tmp_path, monkeypatch):
