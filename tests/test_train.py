@@ -402,8 +402,11 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path):
     """Exit code 130, a checkpoint of the last whole step, and a way on."""
     argv = ["--steps", "500", "--tasks-per-step", "2", "--group-size", "2", "--eval-every", "0", "--max-turns", "4",
             "--checkpoint-every", "400", "--run-dir", str(tmp_path / "run")]
+    def hears_ctrl_c():  # whoever runs the tests in the background has it ignored, and a run keeps that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen([sys.executable, "train.py"] + argv, cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, text=True)
+                               stderr=subprocess.DEVNULL, text=True, preexec_fn=hears_ctrl_c)
     try:
         for line in process.stdout:
             if line.startswith("step 2/"):
